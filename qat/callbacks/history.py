@@ -1,0 +1,53 @@
+"""One line per epoch: into metrics.csv always, on the screen where there is no progress bar."""
+
+from __future__ import annotations
+
+import csv
+import time
+from pathlib import Path
+
+import lightning as L
+
+COLUMNS = ("stage", "epoch", "step", "train/loss", "train/acc", "val/loss", "val/acc", "lr", "seconds")
+
+
+class History(L.Callback):
+    """Appends a row to `metrics.csv` after every epoch, both stages and resumed runs in one file.
+
+    Args:
+        path: the CSV file.
+        show: whether to print each row as a line.
+    """
+
+    def __init__(self, path: Path, show: bool) -> None:
+        self.path, self.show, self.start = path, show, 0.0
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock."""
+        self.start = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the row: validation has run by now."""
+        if not trainer.is_global_zero:
+            return
+        m = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        row: dict[str, object] = {
+            "stage": str(pl_module.stage),
+            "epoch": trainer.current_epoch,
+            "step": trainer.global_step,
+            "lr": f"{trainer.optimizers[0].param_groups[0]['lr']:.3g}",
+            "seconds": f"{time.perf_counter() - self.start:.2f}",
+        } | {key: f"{m[key]:.5g}" for key in COLUMNS[3:7] if key in m}
+        new = not self.path.exists()
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
+        if self.show:
+            print(
+                f"{row['stage']:9s} epoch {trainer.current_epoch + 1:3d}/{trainer.max_epochs}  "
+                f"loss {m['train/loss']:.4f}  train {m['train/acc']:5.1f} %  "
+                f"val {m.get('val/acc', float('nan')):5.1f} %  {row['seconds']} s",
+                flush=True,
+            )

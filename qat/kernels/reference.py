@@ -1,0 +1,123 @@
+"""The specification: every quantizer's arithmetic in plain torch, forward and backward.
+
+Pure functions of tensors: no autograd, modules or configuration. All arithmetic is float32, whatever comes in, and
+every fast path is tested against this file in both directions.
+
+Words: `codes` are integers (held here as float32, so that NaN stays NaN), `values = codes * scale` are what the next
+operation sees, `residue` is the least that the backward needs. A residue is one signed byte per element:
+
+    -126 .. 126   inside the range, its ends included: (codes - x / scale) in steps of 1/252, so 1/2 is 126
+    BELOW, ABOVE  saturated at qmin, at qmax
+    NAN           x was NaN
+
+`scale` is positive and has one element, or one per channel of `axis`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BELOW, ABOVE, NAN = -127, 127, -128
+STEPS = 252.0
+"""Residue steps per code: 126 steps are half a code, so rounding is symmetric and +-127 stay free as marks."""
+
+SCALE_FLOOR = 2.0**-60
+"""Least scale as used. The product of two floors is still a normal float32, so bias grids never underflow."""
+
+
+def positive(scale: Tensor) -> Tensor:
+    """Scale as used, from the raw parameter: absolute value, floored. NaN stays NaN."""
+    return scale.float().abs().clamp_min(SCALE_FLOOR)
+
+
+def positive_grad(g: Tensor, scale: Tensor) -> Tensor:
+    """Gradient of `positive`: the sign of the raw value, also below the floor, where it must keep learning."""
+    return torch.where(scale < 0, -g, g)
+
+
+def broadcast(scale: Tensor, ndim: int, axis: int | None) -> Tensor:
+    """View a scale of one element, or of one per channel, so that it broadcasts over a tensor of `ndim` dimensions."""
+    if axis is None:
+        return scale.reshape(())
+    shape = [1] * ndim
+    shape[axis] = -1
+    return scale.reshape(shape)
+
+
+def reduce_to_scale(t: Tensor, scale: Tensor, axis: int | None) -> Tensor:
+    """Sum over all elements that share one scale; the result has the shape of `scale`."""
+    if axis is None:
+        return t.sum().reshape(scale.shape)
+    rest = [d for d in range(t.ndim) if d != axis % t.ndim]
+    return (t.sum(rest) if rest else t).reshape(scale.shape)
+
+
+def encode(
+    x: Tensor, scale: Tensor, qmin: int, qmax: int, axis: int | None, lean: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Codes, and with `lean` the residue: what `lsq_grad` and `ste_grad` need in place of x, one int8 per element.
+
+    codes = clamp(round(x / scale), qmin, qmax), half to even, by true division as the runtimes do it.
+    """
+    v = x.float() / broadcast(scale, x.ndim, axis)
+    inside = v.clamp(qmin, qmax)  # clamp and round commute, as the ends are integers; clamped first, v tells the rest
+    codes = inside.round()
+    if not lean:
+        return codes, None
+    residue = ((codes - v) * STEPS).round()
+    marks = torch.where(v > inside, float(ABOVE), torch.where(v < inside, float(BELOW), float(NAN)))
+    return codes, torch.where(v == inside, residue, marks).to(torch.int8)
+
+
+def decode(codes: Tensor, scale: Tensor, axis: int | None) -> Tensor:
+    """values = codes * scale, in float32."""
+    return codes.float() * broadcast(scale, codes.ndim, axis)
+
+
+def ste_grad(g: Tensor, residue: Tensor) -> Tensor:
+    """Straight-through gradient of x: g where qmin <= x / scale <= qmax, else 0; NaN where x was NaN."""
+    outside = torch.where(residue == NAN, float("nan"), 0.0)
+    return torch.where((residue > BELOW) & (residue < ABOVE), g.float(), outside)
+
+
+def lsq_grad(
+    g: Tensor, residue: Tensor, scale: Tensor, qmin: int, qmax: int, axis: int | None, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of (x, scale) from the residue, those that are needed.
+
+    The first is exact. The second (see `lsq_grad_exact`) is off by at most |g| / 504 per element, without bias.
+    """
+    grad_x = ste_grad(g, residue) if needs[0] else None
+    if not needs[1]:
+        return grad_x, None
+    r = residue.float()
+    slope = torch.where(residue == ABOVE, float(qmax), torch.where(residue == BELOW, float(qmin), r / STEPS))
+    slope = torch.where(residue == NAN, float("nan"), slope)
+    return grad_x, reduce_to_scale(slope * g.float(), scale, axis)
+
+
+def lsq_grad_exact(
+    g: Tensor, x: Tensor, scale: Tensor, qmin: int, qmax: int, axis: int | None, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of (x, scale) from x itself, for tensors that stay alive anyway (weights); those that are needed.
+
+    With v = x / scale (LSQ eqs. 2 and 3, the ends of the range counted as inside):
+        d values / d x      1 inside, 0 outside
+        d values / d scale  round(v) - v inside, qmin below, qmax above
+    """
+    v = x.float() / broadcast(scale, x.ndim, axis)
+    clamped = v.clamp(qmin, qmax)
+    inside = v == clamped
+    g = g.float()
+    # clamped - clamped is 0, or NaN where x was NaN
+    grad_x = torch.where(inside, g, clamped - clamped) if needs[0] else None
+    if not needs[1]:
+        return grad_x, None
+    slope = clamped.round() - torch.where(inside, v, 0.0)
+    return grad_x, reduce_to_scale(slope * g, scale, axis)
+
+
+def round_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to a lower float precision and back: the values of `dtype`, in the dtype of x."""
+    return x.to(dtype).to(x.dtype)

@@ -1,0 +1,241 @@
+"""Decide what becomes quantized and why, in a form that can be printed and stored."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from qat.config import Format, QatError, QuantConfig, closest, parse_bits, parse_format
+from qat.layers import LAYERS, QuantLayer
+from qat.quantizers import QUANTIZERS, Quantizer
+
+__all__ = ["Plan", "PlanEntry", "TensorPlan", "plan"]
+
+
+@dataclass
+class TensorPlan:
+    """What happens to one tensor of a layer: its weight, or what enters it."""
+
+    format: Format = field(default_factory=lambda: Format(32))
+    method: str = "lsq"
+    init: str | None = None
+    learn: bool = True
+
+    def __str__(self) -> str:
+        if not self.format.is_integer:
+            return str(self.format)
+        return f"{self.format} {self.method}" + ("" if self.learn else ", fixed scale")
+
+
+@dataclass
+class PlanEntry:
+    """One layer: what happens to its weight and input, and why. Both None where the layer stays float."""
+
+    name: str
+    type: str
+    weight: TensorPlan | None
+    act: TensorPlan | None
+    reason: str
+    fixed: bool = False  # an exception (first, last, rule), which set_bits without a match leaves alone
+
+
+@dataclass
+class Plan:
+    """Every layer with weights, in the model's order. Print it; `qat.quantize` applies the same."""
+
+    entries: list[PlanEntry]
+
+    @property
+    def quantized(self) -> list[PlanEntry]:
+        """The entries that will be, or are, quantized."""
+        return [e for e in self.entries if e.weight is not None]
+
+    def __str__(self) -> str:
+        rows = [("layer", "type", "weight", "input", "reason")]
+        norms: dict[str, int] = {}
+        for e in self.entries:
+            if e.weight is None and e.type.startswith(NORMS):
+                norms[f"{e.type}: {e.reason}"] = norms.get(f"{e.type}: {e.reason}", 0) + 1
+            else:
+                rows.append((e.name or "(model)", e.type, str(e.weight or "float"), str(e.act or "float"), e.reason))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)) + "  " + row[4] for row in rows]
+        lines += [f"{n} x {text}" for text, n in norms.items()]
+        return "\n".join(line.rstrip() for line in [*lines, self.coverage])
+
+    @property
+    def coverage(self) -> str:
+        """One line: how many layers of each type are quantized."""
+        counts: dict[str, list[int]] = {}
+        for e in self.entries:
+            if not e.type.startswith(NORMS):
+                counts.setdefault(e.type.removeprefix("Quant"), []).append(e.weight is not None)
+        return "quantized: " + ", ".join(f"{t} {sum(c)}/{len(c)}" for t, c in counts.items())
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Plain dicts of the quantized entries, for checkpoints and JSON."""
+        return [
+            {"name": e.name, "type": e.type, "reason": e.reason, "fixed": e.fixed}
+            | {
+                key: {"bits": str(t.format), "method": t.method, "init": t.init, "learn": t.learn}
+                for key, t in (("weight", e.weight), ("act", e.act))
+                if t is not None
+            }
+            for e in self.quantized
+        ]
+
+    @classmethod
+    def from_dicts(cls, rows: list[dict[str, Any]]) -> Plan:
+        """The inverse of `to_dicts`.
+
+        Raises:
+            QatError: the rows are not a plan.
+        """
+
+        def tensor(row: dict[str, Any]) -> TensorPlan:
+            if row["method"] not in QUANTIZERS:
+                raise QatError(f"the plan uses method {row['method']!r}, which this version does not have")
+            return TensorPlan(parse_format(row["bits"]), row["method"], row["init"], bool(row["learn"]))
+
+        try:
+            return cls(
+                [
+                    PlanEntry(
+                        r["name"], r["type"], tensor(r["weight"]), tensor(r["act"]), r["reason"], bool(r["fixed"])
+                    )
+                    for r in rows
+                ]
+            )
+        except (KeyError, TypeError) as error:
+            raise QatError(f"expected a quantization plan, got something else ({error!r})") from None
+
+
+NORMS = ("BatchNorm", "SyncBatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "LocalResponseNorm")
+
+
+def float_reason(module: nn.Module, inside: str) -> str:
+    """Why a module with parameters stays float."""
+    name = type(module).__name__
+    if name.startswith(("BatchNorm", "SyncBatchNorm")):
+        return "float in training, part of the layer before it when deployed"
+    if name.startswith(NORMS):
+        return "a normalization: float"
+    if inside:
+        return f"inside {inside}, which uses its weights itself"
+    if nn.utils.parametrize.is_parametrized(module):
+        return "its weight is computed by a parametrization"
+    for base in LAYERS:
+        if isinstance(module, base):
+            return f"a subclass of {base.__name__}: add it to qat.layers.LAYERS to quantize it"
+    return "no quantized form of this type"
+
+
+def plan(model: nn.Module, config: QuantConfig | None = None, *, bits: Any = None) -> Plan:
+    """Decide what `quantize` would do, without doing it. Works on any device, also `meta`.
+
+    Raises:
+        QatError: a bad configuration, a rule that matches nothing, no quantizable layer, an already quantized model.
+    """
+    config = resolve(config, bits)
+    entries: list[PlanEntry] = []
+    opaque = ""  # an enclosing module that reads its children's weights itself
+    opaque_type = ""
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLayer | Quantizer):
+            raise QatError(
+                "the model is already quantized: change it with qat.set_bits, or undo with qat.dequantize first"
+            )
+        inside = opaque_type if opaque and name.startswith(opaque + ".") else ""
+        if isinstance(module, nn.MultiheadAttention):
+            opaque, opaque_type = name, type(module).__name__
+        if not any(True for _ in module.parameters(recurse=False)) and not nn.utils.parametrize.is_parametrized(module):
+            continue
+        quantizable = type(module) in LAYERS and not inside and isinstance(module.weight, nn.Parameter)
+        tensor = TensorPlan() if quantizable else None
+        reason = "" if quantizable else float_reason(module, inside)
+        entries.append(PlanEntry(name, type(module).__name__, tensor, tensor and replace(tensor), reason))
+    result = Plan(entries)
+    todo = result.quantized
+    if not todo:
+        raise QatError(
+            f"nothing to quantize: {type(model).__name__} has no {' or '.join(t.__name__ for t in LAYERS)} layer"
+        )
+    choose_formats(todo, config)
+    for e in todo:
+        assert e.weight and e.act
+        if e.weight.format.is_float and e.act.format.is_float:
+            e.weight = e.act = None
+    check_tied(model, todo)
+    return result
+
+
+def resolve(config: QuantConfig | None, bits: Any) -> QuantConfig:
+    """One checked QuantConfig from the two ways to ask."""
+    if config is not None and bits is not None:
+        raise QatError("give either a QuantConfig or bits=, not both (QuantConfig has a field bits)")
+    return (config or QuantConfig(bits=4 if bits is None else bits)).check()
+
+
+def choose_formats(todo: list[PlanEntry], config: QuantConfig) -> None:
+    """Fill in formats, methods and reasons; the weakest choice first (see QuantConfig)."""
+    weight, act = parse_bits(config.bits)
+    weight = weight if config.weight.bits is None else parse_format(config.weight.bits, "quant.weight.bits")
+    act = act if config.act.bits is None else parse_format(config.act.bits, "quant.act.bits")
+    for e in todo:
+        assert e.weight and e.act
+        e.weight = TensorPlan(weight, config.weight.method or config.method, config.weight.init)
+        e.act = TensorPlan(act, config.act.method or config.method, config.act.init)
+        e.reason = "default"
+    ends = [(todo[0], "first layer"), (todo[-1], "last layer")]
+    if config.first_last_bits is not None:
+        formats = parse_bits(config.first_last_bits, "quant.first_last_bits")
+        for e, why in ends:
+            assert e.weight and e.act
+            # An exception for accuracy: it never takes bits away.
+            if formats[0].bits > e.weight.format.bits:
+                e.weight.format, e.reason, e.fixed = formats[0], why, True
+            if formats[1].bits > e.act.format.bits:
+                e.act.format, e.reason, e.fixed = formats[1], why, True
+    for rule in config.rules:
+        matched = [e for e in todo if fnmatch.fnmatchcase(e.name, rule.match)]
+        if not matched:
+            names = [e.name for e in todo]
+            hint = f" (try match='{rule.match}.*')" if any(n.startswith(rule.match + ".") for n in names) else ""
+            raise QatError(
+                f"the rule {rule.match!r} matches no quantizable layer{hint or closest(rule.match, names)}; "
+                "qat.plan prints their names"
+            )
+        for e in matched:
+            assert e.weight and e.act
+            if rule.bits is not None:
+                e.weight.format, e.act.format = parse_bits(rule.bits)
+            if rule.method is not None:
+                e.weight.method = e.act.method = rule.method
+            e.reason, e.fixed = f"rule {rule.match}", True
+    first = todo[0]
+    assert first.act
+    if not config.learn_input_scale and first.act.format.is_integer:
+        first.act.learn = False
+    for e in todo:
+        for t, what in ((e.weight, "weight"), (e.act, "input")):
+            assert t
+            if t.format.is_integer and t.format.bits == 1 and what == "weight":
+                raise QatError(f"{e.name}: 1-bit weights need a binary method, which this version does not have")
+            if t.format.dtype and t.format.dtype.startswith("float8"):
+                raise QatError(f"{e.name}: fp8 is not in this version (try bits=bf16)")
+
+
+def check_tied(model: nn.Module, todo: list[PlanEntry]) -> None:
+    """Layers that share one weight must quantize it alike."""
+    seen: dict[int, PlanEntry] = {}
+    for e in todo:
+        weight = model.get_submodule(e.name).weight
+        other = seen.setdefault(id(weight), e)
+        if other.weight != e.weight:
+            raise QatError(
+                f"{other.name} and {e.name} share one weight but not its bits ({other.weight or 'float'} and "
+                f"{e.weight or 'float'}): give both the same rule"
+            )
