@@ -82,6 +82,7 @@ def train(config: Config, folder: Path) -> dict[str, Any]:
         load_best(trainer, lit, folder / "float.ckpt")
         results["float_accuracy"] = test(trainer, lit, data)
         trainer = make_trainer(config, folder, data, "quantized")
+        del lit  # and with it the float stage's optimizer
 
     # Quantize, calibrate (a callback of the trainer's does), train
     if plan:

@@ -233,7 +233,7 @@ class OptimConfig:
 
     lr: float = 0.01  # quantization-aware stage
     scale_lr: float | None = None  # null: lr
-    float_lr: float = 0.1  # float stage
+    float_lr: float = 0.01  # float stage
     momentum: float = 0.9
     weight_decay: float = 1e-4
     nesterov: bool = True

@@ -131,6 +131,7 @@ def dequantize(model: nn.Module) -> nn.Module:
 def warn_about_optimizers(model: nn.Module) -> None:
     """An optimizer made before the swap cannot hold the scales: say so."""
     ours = {id(p) for p in model.parameters()}
+    gc.collect()  # an optimizer that nobody can reach any more does not count
     for o in gc.get_objects():
         if issubclass(type(o), torch.optim.Optimizer) and any(
             id(p) in ours for g in o.param_groups for p in g["params"]

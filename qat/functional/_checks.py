@@ -50,5 +50,5 @@ def check_range(qmin: int, qmax: int, function: str) -> None:
     """Raise QatError unless the codes qmin..qmax include 0 and one positive code."""
     if not qmin <= 0 < qmax:
         raise QatError(
-            f"{function}: expected qmin <= 0 < qmax, got qmin={qmin}, qmax={qmax} (for 1-bit signed use a binary method)"
+            f"{function}: expected qmin <= 0 < qmax, got qmin={qmin}, qmax={qmax} (1-bit signed: use a binary method)"
         )
