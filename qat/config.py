@@ -136,7 +136,7 @@ def bits_name(bits: Any, weight_bits: Any = None, act_bits: Any = None) -> str:
 
 # --- the configuration tree -------------------------------------------------------------------------------------------
 
-METHODS = ("lsq", "ste")
+METHODS = ("lsq", "ste", "lsq_plus", "pact", "dorefa", "ewgs", "tqt", "stochastic", "binary", "ternary")
 INITS = ("lsq", "minmax", "percentile", "mse")
 PLACEMENTS = ("layer",)
 LOGGERS = ("csv", "tensorboard")
@@ -150,6 +150,7 @@ class TensorConfig:
     bits: Any = None
     method: str | None = None
     init: str | None = None  # initial scale: lsq | minmax | percentile | mse; null: the method's own choice
+    granularity: Any = None  # weights: channel | tensor | weights per group, such as 64; null: channel
 
 
 @dataclass
@@ -187,6 +188,9 @@ class QuantConfig:
                 choose(tensor.method, METHODS, f"quant.{name}.method")
             if tensor.init is not None:
                 choose(tensor.init, INITS, f"quant.{name}.init")
+        check_granularity(self.weight.granularity)
+        if self.act.granularity not in (None, "tensor"):
+            raise QatError(f"quant.act.granularity can only be tensor; got {self.act.granularity!r}")
         choose(self.method, METHODS, "quant.method")
         choose(self.placement, PLACEMENTS, "quant.placement")
         if self.first_last_bits is not None:
@@ -201,6 +205,13 @@ class QuantConfig:
             if rule.method is not None:
                 choose(rule.method, METHODS, f"method of the rule for {rule.match!r}")
         return self
+
+
+def check_granularity(value: Any) -> None:
+    """Raise QatError unless this is how weights can share scales."""
+    size = value if isinstance(value, int) and not isinstance(value, bool) else 0
+    if value not in (None, "channel", "tensor") and size < 2:
+        raise QatError(f"quant.weight.granularity must be channel, tensor or a group size from 2 on; got {value!r}")
 
 
 @dataclass

@@ -12,9 +12,10 @@ from qat.quantizers import Quantizer
 def param_groups(
     model: nn.Module, lr: float, weight_decay: float = 0.0, scale_lr: float | None = None
 ) -> list[dict[str, Any]]:
-    """Split the trainable parameters into weights, norms and biases, and scales.
+    """Split the trainable parameters into weights, norms and biases, scales, and PACT's clipping levels.
 
-    Weight decay acts on weights only: on a scale it would shrink the range, on norms and biases it does not help.
+    Weight decay acts on weights: on a scale it would shrink the range, on norms and biases it does not help. PACT's
+    clipping levels need it (their paper's L2 penalty), since their gradient alone hardly ever pulls them down.
 
     Args:
         model: quantized or float.
@@ -32,11 +33,14 @@ def param_groups(
         >>> [(g["name"], g["weight_decay"]) for g in optimizer.param_groups]
         [('weights', 0.0001), ('norms and biases', 0.0)]
     """
-    scales = {id(q.scale) for q in model.modules() if isinstance(q, Quantizer)}
+    learned = {id(p): q.decays for q in model.modules() if isinstance(q, Quantizer) for p in q.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
+    own = [p for p in trained if id(p) not in learned]
+    rate = lr if scale_lr is None else scale_lr
     groups = [
-        ("weights", [p for p in trained if p.ndim > 1], lr, weight_decay),
-        ("norms and biases", [p for p in trained if p.ndim <= 1 and id(p) not in scales], lr, 0.0),
-        ("scales", [p for p in trained if id(p) in scales], lr if scale_lr is None else scale_lr, 0.0),
+        ("weights", [p for p in own if p.ndim > 1], lr, weight_decay),
+        ("norms and biases", [p for p in own if p.ndim <= 1], lr, 0.0),
+        ("scales", [p for p in trained if learned.get(id(p)) is False], rate, 0.0),
+        ("clipping levels", [p for p in trained if learned.get(id(p)) is True], rate, weight_decay),
     ]
-    return [{"name": n, "params": ps, "lr": rate, "weight_decay": wd} for n, ps, rate, wd in groups if ps]
+    return [{"name": n, "params": ps, "lr": r, "weight_decay": wd} for n, ps, r, wd in groups if ps]

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from qat.config import Format, QatError, QuantConfig, closest, parse_bits, parse_format
+from qat.config import Format, QatError, QuantConfig, check_granularity, closest, parse_bits, parse_format
 from qat.layers import LAYERS, QuantLayer
-from qat.quantizers import QUANTIZERS, Quantizer
+from qat.quantizers import METHODS, Quantizer
+from qat.quantizers.base import spell
 
 __all__ = ["Plan", "PlanEntry", "TensorPlan", "plan"]
 
@@ -23,11 +24,16 @@ class TensorPlan:
     method: str = "lsq"
     init: str | None = None
     learn: bool = True
+    granularity: str | int = "tensor"  # tensor, channel, or weights per group
 
     def __str__(self) -> str:
         if not self.format.is_integer:
             return str(self.format)
-        return f"{self.format} {self.method}" + ("" if self.learn else ", fixed scale")
+        text = f"{self.format} {self.method}"
+        if isinstance(self.granularity, int):
+            text += f", groups of {self.granularity}"
+        learns = any(quantizer.learns for quantizer in METHODS[self.method])
+        return text + (", fixed scale" if learns and not self.learn else "")
 
 
 @dataclass
@@ -80,7 +86,13 @@ class Plan:
         return [
             {"name": e.name, "type": e.type, "reason": e.reason, "fixed": e.fixed}
             | {
-                key: {"bits": str(t.format), "method": t.method, "init": t.init, "learn": t.learn}
+                key: {
+                    "bits": str(t.format),
+                    "method": t.method,
+                    "init": t.init,
+                    "learn": t.learn,
+                    "granularity": t.granularity,
+                }
                 for key, t in (("weight", e.weight), ("act", e.act))
                 if t is not None
             }
@@ -96,9 +108,12 @@ class Plan:
         """
 
         def tensor(row: dict[str, Any]) -> TensorPlan:
-            if row["method"] not in QUANTIZERS:
+            number = parse_format(row["bits"])
+            if number.is_integer and row["method"] not in METHODS:
                 raise QatError(f"the plan uses method {row['method']!r}, which this version does not have")
-            return TensorPlan(parse_format(row["bits"]), row["method"], row["init"], bool(row["learn"]))
+            granularity = row["granularity"]
+            check_granularity(granularity)
+            return TensorPlan(number, row["method"], row["init"], bool(row["learn"]), granularity)
 
         try:
             return cls(
@@ -168,6 +183,7 @@ def plan(model: nn.Module, config: QuantConfig | None = None, *, bits: Any = Non
         assert e.weight and e.act
         if e.weight.format.is_float and e.act.format.is_float:
             e.weight = e.act = None
+    check_groups(model, todo)
     check_tied(model, todo)
     return result
 
@@ -186,7 +202,10 @@ def choose_formats(todo: list[PlanEntry], config: QuantConfig) -> None:
     act = act if config.act.bits is None else parse_format(config.act.bits, "quant.act.bits")
     for e in todo:
         assert e.weight and e.act
-        e.weight = TensorPlan(weight, config.weight.method or config.method, config.weight.init)
+        granularity = config.weight.granularity or "channel"
+        e.weight = TensorPlan(
+            weight, config.weight.method or config.method, config.weight.init, granularity=granularity
+        )
         e.act = TensorPlan(act, config.act.method or config.method, config.act.init)
         e.reason = "default"
     ends = [(todo[0], "first layer"), (todo[-1], "last layer")]
@@ -217,15 +236,44 @@ def choose_formats(todo: list[PlanEntry], config: QuantConfig) -> None:
             e.reason, e.fixed = f"rule {rule.match}", True
     first = todo[0]
     assert first.act
-    if not config.learn_input_scale and first.act.format.is_integer:
+    if not config.learn_input_scale:
         first.act.learn = False
     for e in todo:
-        for t, what in ((e.weight, "weight"), (e.act, "input")):
+        for t, role in ((e.weight, 0), (e.act, 1)):
             assert t
-            if t.format.is_integer and t.format.bits == 1 and what == "weight":
-                raise QatError(f"{e.name}: 1-bit weights need a binary method, which this version does not have")
-            if t.format.dtype and t.format.dtype.startswith("float8"):
-                raise QatError(f"{e.name}: fp8 is not in this version (try bits=bf16)")
+            choose_method(t, role, e)
+
+
+def choose_method(t: TensorPlan, role: int, e: PlanEntry) -> None:
+    """Settle which quantizer takes a weight (role 0) or activation (1), where its method does not have its bits."""
+    if t.format.is_integer:
+        quantizer = METHODS[t.method][role]
+        if t.format.bits not in quantizer.allowed_bits:
+            if t.format.bits == 1:
+                quantizer = METHODS["binary"][role]
+            elif e.reason in ("first layer", "last layer"):
+                quantizer = METHODS["lsq"][role]
+            else:
+                raise QatError(
+                    f"{e.name}: {quantizer.method} has {spell(quantizer.allowed_bits)} bits, got {t.format.bits}; "
+                    f"try bits={quantizer.allowed_bits[0]}"
+                )
+        t.method = quantizer.method
+        t.learn = t.learn and quantizer.learns
+        if quantizer.per_tensor:
+            t.granularity = "tensor"
+
+
+def check_groups(model: nn.Module, todo: list[PlanEntry]) -> None:
+    """A group must not straddle two output channels: where it would, one scale per channel instead."""
+    for e in todo:
+        layer = model.get_submodule(e.name)
+        weight, axis = layer.weight, LAYERS[type(layer)].channel_axis
+        if e.weight and isinstance(e.weight.granularity, int):
+            assert isinstance(weight, nn.Parameter)
+            if axis != 0 or weight[0].numel() % e.weight.granularity:
+                e.reason += f"; per channel: no whole groups in {weight[0].numel()} weights"
+                e.weight.granularity = "channel"
 
 
 def check_tied(model: nn.Module, todo: list[PlanEntry]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
-import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from qat.config import Format, QatError, QuantConfig, closest, parse_bits
 from qat.layers import LAYERS, AnyQuantizer, QuantLayer
 from qat.planning import Plan, PlanEntry, TensorPlan, plan
-from qat.quantizers import QUANTIZERS, MixedPrecisionQuantizer, Quantizer
+from qat.quantizers import METHODS, FP8Quantizer, MixedPrecisionQuantizer, Quantizer
 
 __all__ = [
     "apply_plan",
@@ -96,21 +95,22 @@ def apply_plan(model: nn.Module, todo: Plan) -> nn.Module:
 
 
 def make_quantizer(t: TensorPlan, name: str, weight: Tensor, axis: int | None = None) -> AnyQuantizer:
-    """The quantizer of a weight (axis given: one scale per channel), or of what enters its layer (axis None)."""
+    """The quantizer of a weight (axis: its output channels), or of what enters its layer (axis None)."""
     if t.format.is_float:
         return nn.Identity()
-    if t.format.dtype is not None:
-        return MixedPrecisionQuantizer(getattr(torch, t.format.dtype))
-    return QUANTIZERS[t.method](
-        t.format.bits,
-        weight=axis is not None,
-        channels=1 if axis is None else weight.shape[axis],
-        axis=axis,
-        init=t.init,
-        learn=t.learn,
-        name=name,
-        device=weight.device,
-    )
+    channels, group = 1, None
+    if axis is None or t.granularity == "tensor":
+        is_weight, axis = axis is not None, None
+    else:
+        is_weight, channels = True, weight.shape[axis]
+        if isinstance(t.granularity, int):
+            axis, group, channels = 0, t.granularity, weight.numel() // t.granularity
+    arguments: dict[str, Any] = {"weight": is_weight, "channels": channels, "axis": axis, "group": group}
+    arguments |= {"init": t.init, "learn": t.learn, "name": name, "device": weight.device}
+    if t.format.dtype is None:
+        return METHODS[t.method][0 if is_weight else 1](t.format.bits, **arguments)
+    dtype = getattr(torch, t.format.dtype)
+    return FP8Quantizer(dtype, **arguments) if t.format.bits == 8 else MixedPrecisionQuantizer(dtype)
 
 
 def dequantize(model: nn.Module) -> nn.Module:
@@ -160,9 +160,13 @@ def quantizers_of(model: nn.Module) -> list[Quantizer | MixedPrecisionQuantizer]
 def live_plan(model: nn.Module) -> Plan:
     """The plan as the model is now: what `qat.set_bits` changed included."""
 
+    def format_of(q: Quantizer) -> Format:
+        return Format(8, str(q.dtype).removeprefix("torch.")) if isinstance(q, FP8Quantizer) else Format(q.bits)
+
     def tensor(q: AnyQuantizer) -> TensorPlan:
         if isinstance(q, Quantizer):
-            return TensorPlan(Format(q.bits), q.method, q.init, q.scale.requires_grad)
+            granularity = q.group or ("tensor" if q.axis is None else "channel")
+            return TensorPlan(format_of(q), q.method, q.init, q.raw.requires_grad, granularity)
         if isinstance(q, MixedPrecisionQuantizer):
             return TensorPlan(Format(16, str(q.dtype).removeprefix("torch.")))
         return TensorPlan()
@@ -235,11 +239,8 @@ def set_bits(model: nn.Module, bits: Any, match: str | None = None) -> Plan:
                     f"set_bits changes integers to integers; got bits={bits!r} (quantize the float model anew)"
                 )
             changes.append((q, f.bits))
-    with torch.no_grad():
-        for q, new in {id(q): (q, new) for q, new in changes}.values():
-            before = q.qmax
-            q.set_bits(new)
-            q.scale.mul_(math.sqrt(before / q.qmax))
+    for q, new in {id(q): (q, new) for q, new in changes}.values():
+        q.set_bits(new)
     return live_plan(model)
 
 

@@ -89,6 +89,8 @@ def lsq(
         QatError: x not a floating tensor, scale not float32 or of another shape, a range without 0.
 
     Example:
+        >>> import torch
+        >>> from qat.functional import lsq
         >>> x = torch.tensor([-1.0, 0.3, 9.0], requires_grad=True)
         >>> scale = torch.tensor([0.5], requires_grad=True)
         >>> y = lsq(x, scale, 0, 15)

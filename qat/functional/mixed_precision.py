@@ -56,6 +56,8 @@ def mixed_precision(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         QatError: x not a floating tensor, or another dtype.
 
     Example:
+        >>> import torch
+        >>> from qat.functional import mixed_precision
         >>> x = torch.tensor([1.001], requires_grad=True)
         >>> y = mixed_precision(x); y.item()
         1.0

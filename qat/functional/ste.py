@@ -67,6 +67,8 @@ def ste(x: Tensor, scale: Tensor, qmin: int, qmax: int, axis: int | None = None)
         QatError: x not a floating tensor, scale not float32 or of another shape, a range without 0.
 
     Example:
+        >>> import torch
+        >>> from qat.functional import ste
         >>> x = torch.tensor([-1.0, 0.3, 9.0], requires_grad=True)
         >>> y = ste(x, torch.tensor([0.5]), 0, 15)
         >>> y.tolist()

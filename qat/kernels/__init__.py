@@ -7,6 +7,7 @@ from qat.kernels.reference import (
     SCALE_FLOOR,
     STEPS,
     broadcast,
+    clamp,
     decode,
     encode,
     lsq_grad,
@@ -15,6 +16,7 @@ from qat.kernels.reference import (
     positive_grad,
     reduce_to_scale,
     round_dtype,
+    slope,
     ste_grad,
 )
 
@@ -25,6 +27,7 @@ __all__ = [
     "SCALE_FLOOR",
     "STEPS",
     "broadcast",
+    "clamp",
     "decode",
     "encode",
     "lsq_grad",
@@ -33,5 +36,6 @@ __all__ = [
     "positive_grad",
     "reduce_to_scale",
     "round_dtype",
+    "slope",
     "ste_grad",
 ]

@@ -18,6 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+Bound = int | Tensor
+
 BELOW, ABOVE, NAN = -127, 127, -128
 STEPS = 252.0
 """Residue steps per code: 126 steps are half a code, so rounding is symmetric and +-127 stay free as marks."""
@@ -54,20 +56,30 @@ def reduce_to_scale(t: Tensor, scale: Tensor, axis: int | None) -> Tensor:
 
 
 def encode(
-    x: Tensor, scale: Tensor, qmin: int, qmax: int, axis: int | None, lean: bool = False
+    x: Tensor, scale: Tensor, qmin: Bound, qmax: Bound, axis: int | None, lean: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Codes, and with `lean` the residue: what `lsq_grad` and `ste_grad` need in place of x, one int8 per element.
 
-    codes = clamp(round(x / scale), qmin, qmax), half to even, by true division as the runtimes do it.
+    codes = clamp(round(x / scale), qmin, qmax), half to even, by true division as the runtimes do it. With a zero point
+    z the range is shifted instead, to qmin - z .. qmax - z (then the bounds may be tensors), and codes count from z.
     """
     v = x.float() / broadcast(scale, x.ndim, axis)
-    inside = v.clamp(qmin, qmax)  # clamp and round commute, as the ends are integers; clamped first, v tells the rest
+    inside = clamp(v, qmin, qmax)  # clamp and round commute, as the ends are integers; clamped first, v tells the rest
     codes = inside.round()
     if not lean:
         return codes, None
     residue = ((codes - v) * STEPS).round()
     marks = torch.where(v > inside, float(ABOVE), torch.where(v < inside, float(BELOW), float(NAN)))
     return codes, torch.where(v == inside, residue, marks).to(torch.int8)
+
+
+def clamp(v: Tensor, qmin: Bound, qmax: Bound) -> Tensor:
+    """v limited to qmin..qmax; NaN stays NaN."""
+    if isinstance(qmin, Tensor) or isinstance(qmax, Tensor):
+        return torch.maximum(
+            torch.minimum(v, torch.as_tensor(qmax, dtype=v.dtype)), torch.as_tensor(qmin, dtype=v.dtype)
+        )
+    return v.clamp(qmin, qmax)
 
 
 def decode(codes: Tensor, scale: Tensor, axis: int | None) -> Tensor:
@@ -82,7 +94,7 @@ def ste_grad(g: Tensor, residue: Tensor) -> Tensor:
 
 
 def lsq_grad(
-    g: Tensor, residue: Tensor, scale: Tensor, qmin: int, qmax: int, axis: int | None, needs: tuple[bool, bool]
+    g: Tensor, residue: Tensor, scale: Tensor, qmin: Bound, qmax: Bound, axis: int | None, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of (x, scale) from the residue, those that are needed.
 
@@ -91,10 +103,14 @@ def lsq_grad(
     grad_x = ste_grad(g, residue) if needs[0] else None
     if not needs[1]:
         return grad_x, None
-    r = residue.float()
-    slope = torch.where(residue == ABOVE, float(qmax), torch.where(residue == BELOW, float(qmin), r / STEPS))
-    slope = torch.where(residue == NAN, float("nan"), slope)
-    return grad_x, reduce_to_scale(slope * g.float(), scale, axis)
+    return grad_x, reduce_to_scale(slope(residue, qmin, qmax) * g.float(), scale, axis)
+
+
+def slope(residue: Tensor, qmin: Bound, qmax: Bound, steps: float = STEPS) -> Tensor:
+    """d values / d scale from the residue, float32."""
+    inside = residue.float() / steps
+    marked = torch.where(residue == ABOVE, qmax, torch.where(residue == BELOW, qmin, inside))
+    return torch.where(residue == NAN, float("nan"), marked)
 
 
 def lsq_grad_exact(
@@ -114,8 +130,8 @@ def lsq_grad_exact(
     grad_x = torch.where(inside, g, clamped - clamped) if needs[0] else None
     if not needs[1]:
         return grad_x, None
-    slope = clamped.round() - torch.where(inside, v, 0.0)
-    return grad_x, reduce_to_scale(slope * g, scale, axis)
+    slopes = clamped.round() - torch.where(inside, v, 0.0)
+    return grad_x, reduce_to_scale(slopes * g, scale, axis)
 
 
 def round_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:

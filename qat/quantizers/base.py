@@ -19,8 +19,12 @@ class Quantizer(nn.Module):
     """Owns the scale of one tensor and fake-quantizes it.
 
     All state has its final shape from construction on, so optimizers, DDP and checkpoints may come before calibration:
-    `scale` (raw float32 Parameter, (1,) or (channels,); read it through `step`), and the buffers `signed`, `zero_point`
-    and `calibrated`, which Python attributes mirror so that a forward never waits for the device.
+    the raw Parameter (`scale`, unless the method learns something else; float32, one element per scale; read it through
+    `step`), and the buffers `signed`, `zero_point` and `calibrated`, which Python attributes mirror so that a forward
+    never waits for the device.
+
+    A method is a subclass. It declares the class variables below and defines `quantize`; where it learns something
+    other than a scale, also `step` and `raw_of`; where its codes are its own, `codes`.
 
     Args:
         bits: 1 to 8.
@@ -28,15 +32,20 @@ class Quantizer(nn.Module):
             unsigned as calibration finds).
         channels: number of scales.
         axis: the channel dimension; None for one scale per tensor.
+        group: consecutive weights that share a scale, in place of a channel; None for `axis`.
         init: `lsq`, `minmax`, `percentile` or `mse`; None for the method's own choice.
         learn: whether the scale is trained.
         name: dotted name, for messages.
     """
 
     method: ClassVar[str]
-    integer: ClassVar[bool] = True  # has codes on one uniform grid, so it can be deployed on integers
-    deterministic: ClassVar[bool] = True
     paper: ClassVar[str]
+    allowed_bits: ClassVar[range] = range(2, 9)
+    deterministic: ClassVar[bool] = True  # the same codes each time: may be computed again, or cached
+    learns: ClassVar[bool] = True  # a scale, offset or threshold
+    per_tensor: ClassVar[bool] = False  # has one scale by definition
+    decays: ClassVar[bool] = False  # whether weight decay acts on what it learns
+    parameter: ClassVar[str] = "scale"  # name of the raw Parameter
 
     scale: nn.Parameter
     signed: Tensor
@@ -50,16 +59,18 @@ class Quantizer(nn.Module):
         weight: bool,
         channels: int = 1,
         axis: int | None = None,
+        group: int | None = None,
         init: str | None = None,
         learn: bool = True,
         name: str = "",
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.bits, self.weight, self.axis, self.init, self.name = bits, weight, axis, init, name
+        self.bits, self.weight, self.axis, self.group, self.init, self.name = bits, weight, axis, group, init, name
         self.enabled = True
         self.observer: Observer | None = None
-        self.scale = nn.Parameter(torch.ones(channels, device=device), requires_grad=learn)
+        raw = nn.Parameter(torch.ones(channels, device=device), requires_grad=learn and self.learns)
+        self.register_parameter(self.parameter, raw)
         self.register_buffer("signed", torch.tensor([weight], device=device))
         self.register_buffer("zero_point", torch.zeros(1, dtype=torch.int32, device=device))
         self.register_buffer("calibrated", torch.zeros(1, dtype=torch.bool, device=device))
@@ -81,34 +92,58 @@ class Quantizer(nn.Module):
         return 2 ** (self.bits - 1) - 1 if self.is_signed else 2**self.bits - 1
 
     @property
+    def raw(self) -> nn.Parameter:
+        """The Parameter that the scale comes from."""
+        parameter: nn.Parameter = getattr(self, self.parameter)
+        return parameter
+
+    @property
     def step(self) -> Tensor:
         """Scale as used: positive, float32, detached."""
-        return kernels.positive(self.scale.detach())
+        return kernels.positive(self.raw.detach())
 
+    def raw_of(self, step: Tensor) -> Tensor:
+        """The value of the raw Parameter that makes `step` the scale as used."""
+        return step
+
+    @property
+    def integer(self) -> bool:
+        """Whether the values lie on one uniform grid of integer codes per channel, so that they deploy on integers."""
+        return self.group is None
+
+    @torch.no_grad()
     def encode(self, x: Tensor) -> Tensor:
-        """Codes of x, as int8 (signed) or uint8.
+        """Codes of x, as int8 (signed) or uint8: what is deployed.
 
         Raises:
-            QatError: x has NaN, which no integer can hold.
+            QatError: x has NaN, which no integer can hold, or the method has no integer codes.
         """
-        codes, _ = kernels.encode(x.detach(), self.step, self.qmin, self.qmax, self.axis)
+        if not self.integer:
+            raise QatError(f"{self.name or self.method}: {self.method} has no integer codes here; it deploys as float")
+        codes = self.codes(x.detach())
         if codes.isnan().any():
             raise QatError(f"{self.name or self.method}: cannot encode NaN as an integer code")
         return codes.to(torch.int8 if self.is_signed else torch.uint8)
 
+    def codes(self, x: Tensor) -> Tensor:
+        """Codes of x as float32; NaN stays NaN."""
+        return kernels.encode(x, self.step, self.qmin, self.qmax, self.axis)[0]
+
     def decode(self, codes: Tensor) -> Tensor:
         """Values of codes, float32."""
-        return kernels.decode(codes, self.step, self.axis)
+        return kernels.decode(codes.float() - self.zero_point, self.step, self.axis)
 
     def set_bits(self, bits: int) -> None:
-        """Change the code range; the scale is the caller's to change.
+        """Change the code range, in place; the scale follows as LSQ's initial step does, by 1 / sqrt(qmax).
 
         Raises:
             QatError: bits that this method does not have.
         """
-        if bits == 1 and self.is_signed:
-            raise QatError(f"{self.name}: {self.method} has no 1-bit signed form")
+        if bits not in self.allowed_bits:
+            raise QatError(f"{self.name}: {self.method} has {spell(self.allowed_bits)} bits; got {bits}")
+        step, before = self.step, self.qmax
         self.bits = bits
+        self.set_step(step * math.sqrt(before / self.qmax))
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -121,6 +156,8 @@ class Quantizer(nn.Module):
             return x
         if not self.is_calibrated:
             raise QatError(f"{self.name or 'quantizer'} has no scale yet: run qat.calibrate(model, batches) first")
+        if self.group is not None:
+            return self.quantize(x.reshape(-1, self.group)).reshape(x.shape)
         return self.quantize(x)
 
     def quantize(self, x: Tensor) -> Tensor:
@@ -133,7 +170,7 @@ class Quantizer(nn.Module):
         N counts the weights that share one scale, or the features of one sample. It leaves the batch out, as the paper
         does: the loss is a mean over the batch, so a scale then learns alike at every batch size.
         """
-        n = x.numel() // self.scale.numel() if self.weight else math.prod(x.shape[1:])
+        n = x.numel() // self.raw.numel() if self.weight else math.prod(x.shape[1:])
         return 1 / math.sqrt(max(n, 1) * self.qmax)
 
     # --- calibration --------------------------------------------------------------------------------------------------
@@ -165,20 +202,32 @@ class Quantizer(nn.Module):
             values, counts = x.samples()
         else:
             rows = x.detach().float()
-            rows = rows.reshape(1, -1) if self.axis is None else rows.movedim(self.axis, 0).flatten(1)
+            if self.group is not None:
+                rows = rows.reshape(-1, self.group)
+            else:
+                rows = rows.reshape(1, -1) if self.axis is None else rows.movedim(self.axis, 0).flatten(1)
             if not rows.isfinite().all():
                 raise QatError(f"{self.name}: the weight has NaN or infinite values")
             values, counts = rows, None
-        scale = initial_scale(self.init or self.default_init(), values, counts, self.qmin, self.qmax)
-        dead = scale <= 0
+        step = self.initial_step(values, counts)
+        dead = step <= 0
         if dead.any():
             # An all-zero tensor or channel: any step is exact. Its neighbours' mean lets it come alive with training.
-            scale[dead] = scale[~dead].mean() if not dead.all() else 1 / self.qmax
+            step[dead] = step[~dead].mean() if not dead.all() else 1 / self.qmax
             if dead.all():
                 warnings.warn(f"{self.name}: only zeros seen; its scale is a guess", stacklevel=2)
-        self.scale.copy_(scale.clamp_min(kernels.SCALE_FLOOR).to(self.scale.device))
+        self.set_step(step)
         self.calibrated.fill_(True)
         self.is_calibrated = True
+
+    def initial_step(self, values: Tensor, counts: Tensor | None) -> Tensor:
+        """First scale as used; arguments as for `initial_scale`. Zero where there are only zeros."""
+        return initial_scale(self.init or self.default_init(), values, counts, self.qmin, self.qmax)
+
+    @torch.no_grad()
+    def set_step(self, step: Tensor) -> None:
+        """Make `step` the scale as used, in place."""
+        self.raw.copy_(self.raw_of(step.clamp_min(kernels.SCALE_FLOOR).to(self.raw.device)))
 
     # --- staying in step ----------------------------------------------------------------------------------------------
 
@@ -192,14 +241,21 @@ class Quantizer(nn.Module):
         self.mirror()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Quantizer:
-        before = self.scale.detach()
+        before = {name: p.detach() for name, p in self.named_parameters(recurse=False)}
         super()._apply(fn, recurse)
-        if self.scale.dtype != torch.float32:  # model.half() and the like: scales stay float32, unrounded
-            self.scale.data = before.to(self.scale.device)
+        for name, p in self.named_parameters(recurse=False):
+            if p.dtype != torch.float32:  # model.half() and the like: scales stay float32, unrounded
+                p.data = before[name].to(p.device)
         return self
 
     def extra_repr(self) -> str:
         """One line: method, bits, range, granularity."""
-        sharing = "per tensor" if self.axis is None else f"per channel ({self.scale.numel()})"
+        sharing = "per tensor" if self.axis is None else f"per channel ({self.raw.numel()})"
+        sharing = sharing if self.group is None else f"per group of {self.group}"
         state = "" if self.is_calibrated else ", not calibrated"
         return f"{self.method}, bits={self.bits}, codes {self.qmin}..{self.qmax}, {sharing}{state}"
+
+
+def spell(bits: range) -> str:
+    """`2 to 8`, or `1`."""
+    return f"{bits[0]}" if len(bits) == 1 else f"{bits[0]} to {bits[-1]}"

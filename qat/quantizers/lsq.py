@@ -9,7 +9,7 @@ from qat.quantizers.base import Quantizer
 
 
 class LSQQuantizer(Quantizer):
-    """Learned step size (Esser et al. 2020, arXiv:1902.08153); the Function is `qat.functional.LSQ`."""
+    """Learned step size; the Function is `qat.functional.LSQ`."""
 
     method = "lsq"
     paper = "Esser et al. 2020, arXiv:1902.08153, eqs. 1-3"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from qat.functional import STE
@@ -11,14 +9,11 @@ from qat.quantizers.base import Quantizer
 
 
 class STEQuantizer(Quantizer):
-    """Scale fixed by calibration (Bengio et al. 2013, arXiv:1308.3432); the Function is `qat.functional.STE`."""
+    """Scale fixed by calibration; the Function is `qat.functional.STE`."""
 
     method = "ste"
     paper = "Bengio et al. 2013, arXiv:1308.3432"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.scale.requires_grad_(False)
+    learns = False
 
     def quantize(self, x: Tensor) -> Tensor:
         """Values of x."""

@@ -32,7 +32,7 @@ def quantized_bytes(model: nn.Module) -> int:
         if id(weight) not in counted and isinstance(quantizer, Quantizer | MixedPrecisionQuantizer):
             counted.add(id(weight))
             total += -(-weight.numel() * quantizer.bits // 8)
-            total += quantizer.scale.numel() * FLOAT_BYTES if isinstance(quantizer, Quantizer) else 0
+            total += quantizer.raw.numel() * FLOAT_BYTES if isinstance(quantizer, Quantizer) else 0
         if isinstance(layer.input_quantizer, Quantizer):
             total += FLOAT_BYTES + 1  # scale and zero point
     for module in model.modules():
