@@ -12,11 +12,12 @@ import dataclasses
 import json
 import logging
 import os
+import shlex
 import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to the end of this file, where they become one line
 
@@ -31,14 +32,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 import qat
 from qat import models
 from qat.callbacks import Calibrate, History
-from qat.config import Config, QatError, bits_name, check_arguments
+from qat.config import GROUPS, Config, QatError, bits_name, check_arguments, choose
 from qat.data import DataModule
-from qat.files import read_checkpoint, write_text
+from qat.files import prune, read_checkpoint, resume_point, run_folder, write_text
 from qat.report import float_bytes, quantized_bytes
 from qat.training import Classifier, keep_freed_memory
 
@@ -49,9 +50,10 @@ def train(config: Config, folder: Path) -> dict[str, Any]:
     """Run one experiment in `folder` and return its metrics."""
     started = time.perf_counter()
     L.seed_everything(config.seed, workers=True, verbose=False)
-    resumed = resume_point(config, folder)
+    resumed = None if config.resume is None else resume_point(config, folder)
     stage: str = resumed["qat"]["stage"] if resumed else "float"
     results: dict[str, Any] = dict(resumed["qat"]["results"]) if resumed else {}
+    last = folder / "last.ckpt"
 
     # Data, float model, plan: whatever is wrong with them is found before any training
     data = DataModule(config.data, seed=config.seed)
@@ -62,36 +64,35 @@ def train(config: Config, folder: Path) -> dict[str, Any]:
     model, trained = models.build(**builder, **({} if resumed else source))
     models.check_input(model, data.input_shape)
     model = model.to(memory_format=torch.channels_last)
-    plan = None if name_of(config) == "float" else qat.plan(model, config.quant)
+    plan = qat.plan(model, config.quant)
     size_float = float_bytes(model)
     trainer = make_trainer(config, folder, data, stage)
     if trainer.is_global_zero:
-        write_text(OmegaConf.to_yaml(OmegaConf.create(plain(config))), folder / "config.yaml")
-        write_text(f"{plan or 'bits=float: nothing is quantized'}\n", folder / "plan.txt")
+        write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))), folder / "config.yaml")
+        write_text(f"{plan}\n", folder / "plan.txt")
         print(f"model     {config.model.name}, {size_float / 1e6:.1f} MB as float32")
         print(f"data      {data.describe()}")
-        print(f"bits      {name_of(config)}; {plan.coverage if plan else 'nothing is quantized'}")
+        print(f"bits      {name_of(config)}; {plan.coverage}")
         print(f"device    {trainer.strategy.root_device}, precision {trainer.precision}")
         print(f"folder    {folder}" + (f", resumed in the {stage} stage" if resumed else ""), flush=True)
 
     # Float stage, unless the model came trained
     if stage == "float":
-        lit = Classifier(model, data.num_classes, config.optim, "float", builder)
+        lit = Classifier(model, config, "float", builder)
         if not trained:
-            trainer.fit(lit, data, ckpt_path=folder / "last.ckpt" if resumed else None, weights_only=True)
+            trainer.fit(lit, data, ckpt_path=last if resumed else None, weights_only=True)
         load_best(trainer, lit, folder / "float.ckpt")
         results["float_accuracy"] = test(trainer, lit, data)
         trainer = make_trainer(config, folder, data, "quantized")
-        del lit  # and with it the float stage's optimizer
+        data.trainer = None  # it kept the float stage's trainer alive, and with it the optimizer
+        del lit
 
     # Quantize, calibrate (a callback of the trainer's does), train
-    if plan:
-        model = qat.quantize(model, config.quant)
-    lit = Classifier(model, data.num_classes, config.optim, "quantized", builder)
-    lit.results = results
+    model = qat.quantize(model, config.quant)
+    lit = Classifier(model, config, "quantized", builder, results)
     if stage == "float":
         results["calibrated_accuracy"] = test(trainer, lit, data)
-    trainer.fit(lit, data, ckpt_path=folder / "last.ckpt" if stage == "quantized" else None, weights_only=True)
+    trainer.fit(lit, data, ckpt_path=last if stage == "quantized" else None, weights_only=True)
     load_best(trainer, lit, folder / "best.ckpt")
 
     # Result
@@ -130,10 +131,9 @@ def make_trainer(config: Config, folder: Path, data: DataModule, stage: str) -> 
     ]
     if terminal:
         callbacks.append(TQDMProgressBar(refresh_rate=10, leave=False))
-    board = config.logger.name == "tensorboard"
     options: dict[str, Any] = {
         "max_epochs": config.recipe.float_epochs if stage == "float" else config.recipe.epochs,
-        "logger": TensorBoardLogger(folder, name="", version="tensorboard") if board else False,
+        "logger": False,
         "default_root_dir": folder,
         "enable_progress_bar": terminal,
         "enable_model_summary": False,
@@ -143,14 +143,19 @@ def make_trainer(config: Config, folder: Path, data: DataModule, stage: str) -> 
     if options.get("precision") is None:
         gpu = torch.cuda.is_available() and options.get("accelerator") in ("auto", "gpu", "cuda")
         options["precision"] = "bf16-mixed" if gpu else "32-true"
+    choose(str(options["precision"]), PRECISIONS, "trainer.precision")
     if options.pop("tune_allocator", True):
         keep_freed_memory()
     try:
+        if config.logger.name == "tensorboard":
+            options["logger"] = TensorBoardLogger(folder, name="tensorboard", version=stage)
         return L.Trainer(callbacks=callbacks, **options)
     except (TypeError, ValueError, MisconfigurationException, ModuleNotFoundError) as error:
-        raise QatError(f"trainer: {one_line(error)}") from None
+        hint = " (trainer=cpu runs anywhere)" if "backend" in str(error) or "accelerator" in str(error) else ""
+        raise QatError(f"trainer: {one_line(error)}{hint}") from None
 
 
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "32", "bf16", "16")
 OVERWRITE: dict[str, Any] = {"enable_version_counter": False}  # best.ckpt, never best-v1.ckpt
 
 
@@ -185,96 +190,78 @@ def summary(metrics: dict[str, Any], folder: Path) -> str:
             f"{metrics['size_quantized_bytes'] / 1e6:.2f} MB ({smaller:.1f}x smaller)",
         ),
     ]
-    lines = [f"{metrics['model']} on {metrics['data']}".ljust(24) + "accuracy   size"]
-    lines += [f"  {name:22s}{accuracy:>8s}   {size}".rstrip() for name, accuracy, size in rows]
+    title = f"{metrics['model']} on {metrics['data']}"
+    width = max(24, len(title))
+    lines = [f"{title:{width}s} accuracy   size"]
+    lines += [f"  {name:{width - 2}s} {accuracy:>8s}   {size}".rstrip() for name, accuracy, size in rows]
     return "\n".join(["", *lines, f"{metrics['seconds']:.0f} s; all of it is in {folder}"])
-
-
-# --- folders and files ------------------------------------------------------------------------------------------------
-
-FREE_TO_CHANGE = ("resume", "trainer", "logger", "recipe.epochs", "recipe.float_epochs", "data.root", "data.workers")
-"""What may differ between a run and its resumption."""
-
-
-def run_folder(config: Config, folder: Path) -> Path:
-    """The folder to work in: Hydra's new one, or with `resume=` the one of the run to go on with."""
-    if config.resume is None:
-        return folder
-    if config.resume == "last":
-        runs = sorted(p.parent for p in folder.parent.glob("*/last.ckpt"))
-        if not runs:
-            raise QatError(
-                f"nothing to resume: no run with a last.ckpt in {folder.parent} (leave out resume= to start one)"
-            )
-        found = runs[-1]
-    else:
-        found = Path(config.resume)
-        found = found.parent if found.suffix == ".ckpt" else found
-        if not (found / "last.ckpt").is_file():
-            raise QatError(
-                f"nothing to resume: resume= takes `last` or a run folder with a last.ckpt; got {config.resume!r}"
-            )
-    return found
-
-
-def resume_point(config: Config, folder: Path) -> dict[str, Any] | None:
-    """The last checkpoint of the run to go on with, checked to be of the same experiment; None for a new run."""
-    if config.resume is None:
-        return None
-    content = read_checkpoint(folder / "last.ckpt")
-    if not isinstance(content.get("qat"), dict) or "stage" not in content["qat"]:
-        raise QatError(f"{folder / 'last.ckpt'} was not written by train.py: nothing to resume")
-    before, now = (flatten(c) for c in (OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")), plain(config)))
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key) and not key.startswith(FREE_TO_CHANGE):
-            raise QatError(
-                f"{folder} was run with {key}={before.get(key)}, now it is {key}={now.get(key)}: "
-                "repeat the run's own values with resume=, or start a new run without it"
-            )
-    done = content["qat"]["stage"] == "quantized" and content["epoch"] + 1 >= config.recipe.epochs
-    if done and (folder / "metrics.json").exists():
-        raise QatError(f"nothing to resume: {folder} is complete; to train longer, raise recipe.epochs")
-    return content
-
-
-def plain(config: Config) -> dict[str, Any]:
-    """The configuration as plain dicts, for files."""
-    return dataclasses.asdict(config)
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """{'a': {'b': 1}} -> {'a.b': 1}."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    flat: dict[str, Any] = {}
-    for key, sub in tree.items():
-        flat |= flatten(sub, f"{prefix}.{key}" if prefix else str(key))
-    return flat
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return str(error).strip().split("\n")[0]
 
 
 # --- Hydra ------------------------------------------------------------------------------------------------------------
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="train")
+@hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")
 def main(cfg: DictConfig) -> float:
-    """Compose the configuration, choose the folder, train."""
-    new = Path(HydraConfig.get().runtime.output_dir)
+    """Compose the configuration, choose the folder, train; say in one line what went wrong, or how to go on."""
+    folder = new = Path(HydraConfig.get().runtime.output_dir)
+    prune(new)  # Hydra made it; run_folder makes it again once there is something to save
     try:
         config: Config = OmegaConf.to_object(cfg)  # type: ignore[assignment]
         config.check()
         if HydraConfig.get().mode == RunMode.MULTIRUN and config.trainer.get("devices") not in (1, "1", "auto"):
             raise QatError("a sweep (-m) trains on one device per job: trainer.devices=1, or start the jobs one by one")
-        metrics = train(config, run_folder(config, new))
-        return float(metrics["quantized_accuracy"])
-    finally:
-        # Nothing was saved: leave no empty folder behind.
-        if new.is_dir() and not any(new.iterdir()):
-            new.rmdir()
+        with run_folder(new, config.resume) as folder:
+            return float(train(config, folder)["quantized_accuracy"])
+    except Exception as error:
+        stop(error)
+    except (KeyboardInterrupt, SystemExit) as error:  # Ctrl-C; within a fit Lightning makes a SystemExit of it
+        if KeyboardInterrupt not in (type(error), type(error.__context__)):
+            raise
+        print(f"interrupted{how_to_go_on(folder)}", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def stop(error: Exception) -> NoReturn:
+    """Exit with one line that says what the user can mend; let a defect of ours through with its traceback."""
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    for link in chain:
+        if isinstance(link, QatError):
+            raise SystemExit(f"error: {one_line(link)}") from None
+        for kind, text, advice in KNOWN:
+            if isinstance(link, kind) and text in str(link):
+                raise SystemExit(f"error: {one_line(link)}; {advice}") from None
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        first_two = dict.fromkeys(one_line(link).rstrip(".") for link in chain[:2])
+        raise SystemExit(f"error: {': '.join(first_two)}") from None
+    raise error
+
+
+KNOWN: tuple[tuple[type[Exception], str, str], ...] = (
+    (ConfigKeyError, "not in 'Rule'", "a rule in quant.rules is {match: GLOB, bits: BITS, method: METHOD}"),
+    (torch.OutOfMemoryError, "", "lower data.batch_size"),
+    (RuntimeError, "can't allocate memory", "lower data.batch_size"),
+    (ValueError, "Expected more than 1 value per channel", "batch norm needs a larger data.batch_size or image_size"),
+    (OSError, "No space left", "make room, then go on with resume=last"),
+    (MisconfigurationException, "", "see trainer= and +trainer.* on the command line"),
+)
+"""Errors of other libraries that the user can mend: kind, a part of their text, what to do."""
+
+
+def how_to_go_on(folder: Path) -> str:
+    """The command that resumes the run in `folder`, for the end of a line."""
+    if not (folder / "last.ckpt").exists():
+        return " before an epoch was complete: nothing to resume"
+    given = [word for word in HydraConfig.get().overrides.task if not word.startswith("resume=")]
+    usual = HydraConfig.get().mode == RunMode.RUN and not any(word.startswith("hydra") for word in sys.argv[1:])
+    words = [*given, "resume=last" if usual else f"resume={os.path.relpath(folder)}"]
+    return f"; to go on: python {shlex.join([sys.argv[0], *words])}"
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return str(error).strip().split("\n")[0]
 
 
 def register() -> None:
@@ -290,29 +277,26 @@ def register() -> None:
 def quiet() -> None:
     """Our own messages in one line each; none of the tips and notices of the libraries."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    warnings.filterwarnings("ignore", module="lightning|torch")
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore")
+        warnings.filterwarnings("default", module=r"qat\.|train$|__main__$")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # the table of trainer.profiler
 
 
-def explain(error: BaseException) -> str | None:
-    """The line to print for an error that the user can mend; None for a defect of ours."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, QatError):
-            return one_line(cause)
-        cause = cause.__cause__ or cause.__context__
-    return one_line(error) if isinstance(error, HydraException | OmegaConfBaseException) else None
-
-
-if __name__ == "__main__":
+def command() -> None:
+    """What `python train.py` does."""
     quiet()
     try:
         trainer_keys = {str(key) for path in (CONFIGS / "trainer").glob("*.yaml") for key in OmegaConf.load(path)}
-        check_arguments(sys.argv[1:], models.names(), sorted(trainer_keys))
+        choices = {group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) for group in GROUPS}
+        check_arguments(sys.argv[1:], models.names(), sorted(trainer_keys), choices)
         register()
         main()
     except Exception as error:
-        if (line := explain(error)) is None:
-            raise
-        raise SystemExit(f"error: {line}") from None
+        stop(error)
+
+
+if __name__ == "__main__":
+    command()

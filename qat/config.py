@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
@@ -201,9 +203,9 @@ class QuantConfig:
             if rule.bits is None and rule.method is None:
                 raise QatError(f"the rule for {rule.match!r} in quant.rules changes nothing: give it bits or method")
             if rule.bits is not None:
-                parse_bits(rule.bits, f"bits of the rule for {rule.match!r}")
+                parse_bits(rule.bits, f"rule {rule.match!r}: bits")
             if rule.method is not None:
-                choose(rule.method, METHODS, f"method of the rule for {rule.match!r}")
+                choose(rule.method, METHODS, f"rule {rule.match!r}: method")
         return self
 
 
@@ -290,6 +292,7 @@ class Config:
         choose(self.data.name, DATASETS, "data")
         choose(self.logger.name, LOGGERS, "logger")
         for path, least in (
+            ("seed", 0),
             ("data.batch_size", 1),
             ("data.image_size", 1),
             ("data.num_classes", 2),
@@ -297,11 +300,20 @@ class Config:
             ("recipe.float_epochs", 0),
             ("recipe.epochs", 0),
             ("recipe.calibration_batches", 1),
+            ("optim.lr", 0),
+            ("optim.scale_lr", 0),
+            ("optim.float_lr", 0),
+            ("optim.momentum", 0),
+            ("optim.weight_decay", 0),
         ):
-            group, name = path.split(".")
-            value = getattr(getattr(self, group), name)
-            if value < least:
-                raise QatError(f"{path} must be at least {least}; got {value}")
+            value = operator.attrgetter(path)(self)
+            if value is not None and not least <= value < math.inf:
+                finite = " and finite" if isinstance(value, float) else ""
+                raise QatError(f"{path} must be at least {least}{finite}; got {value} (try {path}={suggestion(path)})")
+        if self.seed >= 2**32:
+            raise QatError(f"seed must be at most {2**32 - 1}; got {self.seed} (try seed=0)")
+        if self.optim.nesterov and self.optim.momentum == 0:
+            raise QatError("optim.nesterov needs a momentum; got optim.momentum=0 (try optim.nesterov=false)")
         if not 0 < self.data.val_fraction < 1:
             raise QatError(f"data.val_fraction must lie between 0 and 1; got {self.data.val_fraction}")
         return self
@@ -327,6 +339,12 @@ def choose(value: str, known: Sequence[str], where: str) -> str:
     return value
 
 
+def suggestion(path: str) -> str:
+    """The library's own value of a key such as `data.batch_size`, as one types it."""
+    value = operator.attrgetter(path)(Config())
+    return "null" if value is None else str(value)
+
+
 def schema_keys(node: type = Config, prefix: str = "") -> dict[str, type]:
     """All keys of the configuration tree by dotted path, with their types."""
     keys: dict[str, type] = {}
@@ -337,31 +355,50 @@ def schema_keys(node: type = Config, prefix: str = "") -> dict[str, type]:
     return keys
 
 
-def check_arguments(arguments: Sequence[str], models: Sequence[str], trainer_keys: Sequence[str] = ()) -> None:
+VALUED = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp")
+"""Hydra's options whose value is the next argument."""
+
+
+def check_arguments(
+    arguments: Sequence[str],
+    models: Sequence[str],
+    trainer_keys: Sequence[str] = (),
+    choices: Mapping[str, Sequence[str]] | None = None,
+) -> None:
     """Check `key=value` arguments of train.py against the schema, before Hydra sees them.
 
     Args:
         arguments: what follows `python train.py`.
         models: every name that `model=` takes.
         trainer_keys: the keys that the trainer YAML files set; others need `+trainer.key=`.
+        choices: the choices of the other groups, by group; those left out may have any.
 
     Raises:
-        QatError: an unknown key (with or without `+`), an unknown model, a word that is not `key=value`.
+        QatError: an unknown key (with or without `+`), an unknown model or choice, a word that is not `key=value`.
     """
     keys = schema_keys()
+    choices = {**(choices or {}), "model": models}
+    if any(argument.startswith(("--config-dir", "-cd")) for argument in arguments):  # a user's own YAML files
+        choices = {}
+    before = ""
     for argument in arguments:
-        if argument.startswith("-") or argument.lstrip("+~").startswith("hydra"):
+        before, option = argument, before
+        if option in VALUED or option in ("--info", "-i") or argument.lstrip("+~").startswith(("hydra.", "hydra/")):
+            continue
+        name, _, value = argument.lstrip("-+~").partition("=")
+        if argument.startswith("-"):
+            if name in keys or name in GROUPS:
+                raise QatError(f"keys have no dashes; got {argument!r}: write {name}={value or 'VALUE'}")
             continue
         if "=" not in argument and not argument.startswith("~"):
             raise QatError(
                 f"expected key=value, got {argument!r}{closest(argument, keys)} (try python train.py --help)"
             )
-        key, _, value = argument.partition("=")
-        plus, name = key.startswith("+"), key.lstrip("+~").split("@")[0]
-        if name == "model":
-            for model in value.strip("'\"").split(","):
-                if model not in models:
-                    raise QatError(f"no model {model!r}{closest(model, models)}; model= takes a torchvision classifier")
+        plus, name = argument.startswith("+"), name.split("@")[0]
+        if name in choices and not set(value) & set("([{$*"):  # which Hydra would expand
+            for choice in value.strip("'\"").split(","):
+                if choice not in (*choices[name], "null"):
+                    raise QatError(f"no {name} {choice!r}{closest(choice, choices[name])}; {expected(name, choices)}")
         elif name.startswith("trainer."):
             option = name.removeprefix("trainer.").split(".")[0]
             if not plus and trainer_keys and option not in trainer_keys:
@@ -373,3 +410,8 @@ def check_arguments(arguments: Sequence[str], models: Sequence[str], trainer_key
             raise QatError(f"no key {name!r}{closest(name, [*keys, *GROUPS])} (python train.py --cfg job prints all)")
         elif plus and name not in GROUPS:
             raise QatError(f"{name!r} is an ordinary key: write {name}={value}, without the +")
+
+
+def expected(group: str, choices: Mapping[str, Sequence[str]]) -> str:
+    """What a group takes, for the end of an error."""
+    return f"{group}= takes " + ("a torchvision classifier" if group == "model" else ", ".join(choices[group]))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
+import zlib
+from collections.abc import Callable
 from typing import Any, cast
 
 import lightning as L
@@ -13,10 +16,10 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from qat.checkpoint import describe
-from qat.config import OptimConfig, QatError
+from qat.config import Config, QatError
 from qat.optim import param_groups
 
-__all__ = ["AUX_WEIGHT", "Classifier", "Cosine", "keep_freed_memory"]
+__all__ = ["AUX_WEIGHT", "Classifier", "keep_freed_memory"]
 
 AUX_WEIGHT = 0.3
 """Weight of the auxiliary heads' losses (Szegedy et al. 2014, section 5)."""
@@ -29,19 +32,24 @@ class Classifier(L.LightningModule):
 
     Args:
         model: maps images (N, 3, H, W) to logits (N, num_classes), in training perhaps with auxiliary logits.
-        num_classes: number of classes.
-        optim: learning rates and the like.
-        stage: `float` or `quantized`, for checkpoints and logs.
-        builder: how `qat.load` rebuilds the float model.
+        config: learning rates, the seed; kept in the checkpoints.
+        stage: `float` or `quantized`.
+        builder: how `qat.load` rebuilds the float model, see `qat.checkpoint.describe`.
+        results: what earlier stages measured; kept in the checkpoints.
     """
 
     def __init__(
-        self, model: nn.Module, num_classes: int, optim: OptimConfig, stage: str, builder: dict[str, Any]
+        self,
+        model: nn.Module,
+        config: Config,
+        stage: str,
+        builder: dict[str, Any],
+        results: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.model, self.optim, self.stage, self.builder = model, optim, stage, builder
-        self.results: dict[str, Any] = {}  # what earlier stages measured; travels in the checkpoints
-        accuracy = Percent(num_classes, average="micro")
+        self.model, self.config, self.stage, self.builder = model, config, stage, builder
+        self.results = {} if results is None else results
+        accuracy = Percent(builder["num_classes"], average="micro", validate_args=False)
         self.accuracy = nn.ModuleDict({f"{split}_acc": accuracy.clone() for split in ("train", "val", "test")})
 
     def forward(self, x: Tensor) -> Any:
@@ -49,8 +57,14 @@ class Classifier(L.LightningModule):
         return self.model(x)
 
     def step(self, batch: tuple[Tensor, Tensor], split: str) -> Tensor:
-        """Loss of a batch; logs it with the accuracy."""
+        """Loss of a batch; logs it with the accuracy.
+
+        Raises:
+            QatError: the batch is empty.
+        """
         x, y = batch
+        if len(y) == 0:
+            raise QatError(f"expected at least one image in a batch; got an empty one from the {split} loader")
         output = self.model(x)
         logits, *aux = [output] if isinstance(output, Tensor) else [o for o in output if o is not None]
         loss = nn.functional.cross_entropy(logits, y)
@@ -62,6 +76,11 @@ class Classifier(L.LightningModule):
         self.log(f"{split}/acc", accuracy, on_step=False, on_epoch=True, batch_size=len(y))
         return loss
 
+    def on_train_epoch_start(self) -> None:
+        """Seed dropout and its like by the epoch, so that a resumed run draws what an undisturbed one does."""
+        parts = (self.config.seed, self.stage, self.current_epoch, self.global_rank)
+        torch.manual_seed(zlib.crc32(repr(parts).encode()))
+
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         """Loss to minimise.
 
@@ -69,17 +88,26 @@ class Classifier(L.LightningModule):
             QatError: it is not finite.
         """
         loss = self.step(batch, "train")
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"], on_step=True, on_epoch=False)
         # On a GPU reading the loss waits for the device, so there it is looked at now and then.
-        if (loss.device.type == "cpu" or index % 50 == 0) and not math.isfinite(loss.item()):
-            bad = (
-                "the images of that batch have NaN or infinite values"
-                if not batch[0].isfinite().all()
-                else ("the images are finite, so lower optim.lr (or optim.float_lr)")
-            )
-            raise QatError(
-                f"the loss is {loss.item()} in the {self.stage} stage, epoch {self.current_epoch}, batch {index}: {bad}"
-            )
+        if loss.device.type == "cpu" or index % 50 == 0:
+            self.require_finite(loss, f", batch {index}", batch[0])
         return loss
+
+    def on_train_epoch_end(self) -> None:
+        """Look at the mean loss, before anything is saved."""
+        self.require_finite(self.trainer.callback_metrics["train/loss"])
+
+    def require_finite(self, loss: Tensor, where: str = "", images: Tensor | None = None) -> None:
+        """Stop at a loss that is not finite."""
+        if math.isfinite(loss.item()):
+            return
+        key = "float_lr" if self.stage == "float" else "lr"
+        why = f"training diverged; try less than optim.{key}={getattr(self.config.optim, key)}"
+        if images is not None and not images.isfinite().all():
+            why = "the images of that batch have NaN or infinite values; look at the data"
+        epoch = self.current_epoch + 1
+        raise QatError(f"the loss is {loss.item()} in the {self.stage} stage, epoch {epoch}{where}: {why}")
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         """Loss and accuracy."""
@@ -91,21 +119,18 @@ class Classifier(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """SGD over `qat.param_groups`, with one cosine from the base rate to zero, stepped every batch."""
-        o = self.optim
+        o = self.config.optim
         lr = o.float_lr if self.stage == "float" else o.lr
         groups = param_groups(self.model, lr, o.weight_decay, o.scale_lr)
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=o.momentum, nesterov=o.nesterov)
         total = max(1, int(self.trainer.estimated_stepping_batches))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, Cosine(total))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine(total))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what `qat.load` and `resume=` need, as plain data."""
-        checkpoint["qat"] = describe(self.model, self.builder) | {"stage": self.stage, "results": dict(self.results)}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take back what earlier stages measured."""
-        self.results = dict(checkpoint.get("qat", {}).get("results", {}))
+        run = {"stage": self.stage, "results": dict(self.results), "config": dataclasses.asdict(self.config)}
+        checkpoint["qat"] = describe(self.model, self.builder) | run
 
 
 class Percent(MulticlassAccuracy):
@@ -116,14 +141,13 @@ class Percent(MulticlassAccuracy):
         return 100 * super().compute()
 
 
-class Cosine:
-    """Factor on the learning rate at a step: half a cosine, from 1 to 0 over `total` steps."""
+def cosine(total: int) -> Callable[[int], float]:
+    """Factor on the learning rate at a step: half a cosine, from 1 to 0 over `total` steps.
 
-    def __init__(self, total: int) -> None:
-        self.total = total
-
-    def __call__(self, step: int) -> float:
-        return 0.5 * (1 + math.cos(math.pi * min(step / self.total, 1.0)))
+    A function, since a LambdaLR saves and restores the attributes of any other callable: a run that resumes with more
+    epochs would keep the old total, and train at rate 0.
+    """
+    return lambda step: 0.5 * (1 + math.cos(math.pi * min(step / total, 1.0)))
 
 
 def keep_freed_memory() -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import io
 import time
 from pathlib import Path
 
 import lightning as L
 
+from qat.files import write_text
+
 COLUMNS = ("stage", "epoch", "step", "train/loss", "train/acc", "val/loss", "val/acc", "lr", "seconds")
 
 
 class History(L.Callback):
-    """Appends a row to `metrics.csv` after every epoch, both stages and resumed runs in one file.
+    """Adds a row to `metrics.csv` after every epoch, both stages and resumed runs in one file.
 
     Args:
         path: the CSV file.
@@ -31,19 +34,14 @@ class History(L.Callback):
         if not trainer.is_global_zero:
             return
         m = {key: float(value) for key, value in trainer.callback_metrics.items()}
-        row: dict[str, object] = {
+        row = {
             "stage": str(pl_module.stage),
-            "epoch": trainer.current_epoch,
-            "step": trainer.global_step,
+            "epoch": str(trainer.current_epoch),
+            "step": str(trainer.global_step),
             "lr": f"{trainer.optimizers[0].param_groups[0]['lr']:.3g}",
             "seconds": f"{time.perf_counter() - self.start:.2f}",
         } | {key: f"{m[key]:.5g}" for key in COLUMNS[3:7] if key in m}
-        new = not self.path.exists()
-        with self.path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if new:
-                writer.writeheader()
-            writer.writerow(row)
+        self.write(row)
         if self.show:
             print(
                 f"{row['stage']:9s} epoch {trainer.current_epoch + 1:3d}/{trainer.max_epochs}  "
@@ -51,3 +49,15 @@ class History(L.Callback):
                 f"val {m.get('val/acc', float('nan')):5.1f} %  {row['seconds']} s",
                 flush=True,
             )
+
+    def write(self, row: dict[str, str]) -> None:
+        """Write the file anew with one more row, in place of one that a killed run left without its checkpoint."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for old in csv.DictReader(self.path.read_text().splitlines()) if self.path.exists() else ():
+            if (old["stage"], old["epoch"]) == (row["stage"], row["epoch"]):
+                break
+            writer.writerow(old)
+        writer.writerow(row)
+        write_text(text.getvalue(), self.path)

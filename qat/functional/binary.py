@@ -6,25 +6,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qat import kernels
-from qat.functional._checks import QatFunction, check_scale, check_tensor
+from qat.functional._checks import QatFunction, check_axis, check_scale, check_tensor, once_differentiable
 
 __all__ = ["Binary", "BinaryActivation", "binary", "binary_activation", "binary_codes", "binary_step"]
 
 
 def binary_codes(x: Tensor) -> Tensor:
     """+1 where x >= 0, else -1; NaN stays NaN. Float32."""
-    return torch.where(x.isnan(), x.float(), torch.where(x >= 0, 1.0, -1.0))
+    x = x.float()
+    return torch.where(x.isnan(), x, torch.where(x >= 0, 1.0, -1.0))
 
 
 def binary_step(w: Tensor, axis: int | None) -> Tensor:
-    """XNOR-Net's scale (eq. 6): the mean of |w|, shape (1,) or one per channel of `axis`."""
+    """XNOR-Net's scale (eq. 6): the mean of |w|, floored as all scales are; shape (1,) or one per channel of `axis`."""
     magnitudes = w.float().abs()
-    if axis is None:
-        return magnitudes.mean().reshape(1)
-    return magnitudes.movedim(axis, 0).flatten(1).mean(1)
+    rows = magnitudes.reshape(1, -1) if axis is None else magnitudes.movedim(axis, 0).unsqueeze(-1).flatten(1)
+    return rows.mean(1).clamp_min(kernels.SCALE_FLOOR)
 
 
 class Binary(QatFunction):
@@ -35,6 +34,7 @@ class Binary(QatFunction):
     @staticmethod
     def forward(w: Tensor, axis: int | None) -> Tensor:
         check_tensor(w, "w", "Binary")
+        check_axis(w, axis, "Binary")
         return kernels.decode(binary_codes(w), binary_step(w, axis), axis).to(w.dtype)
 
     @staticmethod
@@ -74,7 +74,7 @@ def binary(w: Tensor, axis: int | None = None) -> Tensor:
         Tensor of w's shape and dtype, two levels per channel; no zero.
 
     Raises:
-        QatError: w is not a floating tensor.
+        QatError: w is not a floating tensor, or has no such axis.
 
     Example:
         >>> import torch

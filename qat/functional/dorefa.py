@@ -6,22 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qat import kernels
 from qat.config import QatError
-from qat.functional._checks import QatFunction, check_scale, check_tensor
+from qat.functional._checks import QatFunction, check_scale, check_tensor, once_differentiable
 
 __all__ = ["DoReFa", "dorefa", "dorefa_codes"]
 
-TINY = torch.finfo(torch.float32).tiny
-
 
 def normalised(w: Tensor) -> tuple[Tensor, Tensor]:
-    """tanh(w) in float32 and the largest of |tanh(w)| (never 0)."""
+    """tanh(w) in float32 and the largest of |tanh(w)|; 1 if that is zero, or so small that dividing would overflow."""
     t = w.float().tanh()
-    largest = t.abs().amax() if t.numel() else t.new_ones(())
-    return t, largest.clamp_min(TINY)
+    largest = t.abs().amax() if torch.jit.is_tracing() or t.numel() else t.new_ones(())
+    return t, torch.where(largest < kernels.SCALE_FLOOR, 1.0, largest)
 
 
 def dorefa_codes(w: Tensor, bits: int) -> Tensor:
@@ -68,7 +65,7 @@ def dorefa(w: Tensor, scale: Tensor, bits: int) -> Tensor:
     """Fake-quantize a weight as DoReFa-Net does (eq. 9), times a fixed scale.
 
         values = scale * (2 * round(n * u) / n - 1),   u = tanh(w) / (2 max|tanh(w)|) + 1/2,   n = 2^bits - 1
-        dL/dw  = through tanh and max, rounding passed straight
+        dL/dw  = through tanh and max, rounding passed straight; where all of w is zero, the max counts as 1
 
     The paper's weights fill [-1, 1] whatever w was, which a layer with no norm after it does not survive: `scale` gives
     them the magnitude of w back (the paper: 1). The grid has half steps: zero is not on it.

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qat import kernels
 from qat.config import QatError
-from qat.functional._checks import QatFunction, check_scale, check_tensor
+from qat.functional._checks import QatFunction, check_scale, check_tensor, once_differentiable
 
 __all__ = ["FP8", "fp8", "fp8_max"]
 

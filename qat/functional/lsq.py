@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qat import kernels
-from qat.functional._checks import QatFunction, check_range, check_scale, check_tensor
+from qat.functional._checks import QatFunction, check_range, check_scale, check_tensor, once_differentiable
 
 __all__ = ["LSQ", "lsq"]
 

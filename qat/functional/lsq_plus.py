@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qat import kernels
-from qat.config import QatError
-from qat.functional._checks import QatFunction, check_range, check_scale, check_tensor
+from qat.functional._checks import QatFunction, check_range, check_scale, check_tensor, once_differentiable
 
 __all__ = ["LSQPlus", "lsq_plus", "zero_point"]
 
@@ -32,8 +29,7 @@ class LSQPlus(QatFunction):
         check_tensor(x, "x", "LSQPlus")
         check_scale(x, scale, None, "LSQPlus")
         check_range(qmin, qmax, "LSQPlus")
-        if offset.dtype != torch.float32 or offset.numel() != 1:
-            raise QatError(f"LSQPlus: offset must be float32 with 1 element; got {offset.dtype}, {tuple(offset.shape)}")
+        check_scale(x, offset, None, "LSQPlus", "offset")
         s, z = kernels.positive(scale), zero_point(offset, qmin, qmax).reshape(())
         codes, residue = kernels.encode(x, s, qmin - z, qmax - z, None, lean=True)
         return kernels.decode(codes, s, None).to(x.dtype), residue

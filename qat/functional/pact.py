@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qat import kernels
-from qat.functional._checks import QatFunction, check_range, check_scale, check_tensor
+from qat.config import QatError
+from qat.functional._checks import QatFunction, check_range, check_scale, check_tensor, once_differentiable
 
 __all__ = ["PACT", "pact"]
 
@@ -22,14 +22,16 @@ class PACT(QatFunction):
     @staticmethod
     def forward(x: Tensor, alpha: Tensor, qmin: int, qmax: int, axis: int | None) -> tuple[Tensor, Tensor]:
         check_tensor(x, "x", "PACT")
-        check_scale(x, alpha, axis, "PACT")
+        check_scale(x, alpha, axis, "PACT", "alpha")
         check_range(qmin, qmax, "PACT")
+        if qmin not in (0, -qmax):
+            raise QatError(f"PACT: qmin must be 0 or -qmax, as the clip is symmetric; got qmin={qmin}, qmax={qmax}")
         a = kernels.positive(alpha)
         codes, _ = kernels.encode(x, a / qmax, qmin, qmax, axis)
-        top = kernels.broadcast(a, x.ndim, axis)
+        top, v = kernels.broadcast(a, x.ndim, axis), x.float()
         # The paper's mask, x >= alpha, counts the end itself as clipped: other than the residue of LSQ.
-        below = x < (0 if qmin == 0 else -top)
-        mask = torch.where(x >= top, kernels.ABOVE, torch.where(below, kernels.BELOW, 0))
+        below = v < 0 if qmin == 0 else v <= -top
+        mask = torch.where(v >= top, kernels.ABOVE, torch.where(below, kernels.BELOW, 0))
         mask = torch.where(x.isnan(), kernels.NAN, mask).to(torch.int8)
         return kernels.decode(codes, a / qmax, axis).to(x.dtype), mask
 
@@ -66,7 +68,8 @@ def pact(x: Tensor, alpha: Tensor, qmin: int, qmax: int, axis: int | None = None
 
     The rounding error does not enter alpha's gradient, which alone can only push alpha up where that lowers the loss:
     train alpha with an L2 penalty (`qat.param_groups` gives it the weight decay). With qmin < 0, for signed inputs that
-    the paper does not treat, the clip is symmetric and the gradient below is -dL/dvalues.
+    the paper does not treat, the clip is symmetric: |x| >= alpha counts as clipped, and alpha's gradient below is
+    -dL/dvalues.
 
     Args:
         x: floating tensor of any shape.
@@ -79,7 +82,7 @@ def pact(x: Tensor, alpha: Tensor, qmin: int, qmax: int, axis: int | None = None
         Tensor of x's shape and dtype.
 
     Raises:
-        QatError: wrong dtypes or shapes.
+        QatError: wrong dtypes or shapes, another qmin.
 
     Example:
         >>> import torch

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qat.config import QatError
 from qat.functional._checks import QatFunction, check_tensor
 
 __all__ = ["LeanReLU", "LeanReLUInplace", "relu"]
 
 
 class LeanReLU(QatFunction):
-    """`LeanReLU.apply(x) -> (y, mask)`; see `relu`. Saves a bool per element."""
+    """`LeanReLU.apply(x) -> (y, mask)`; see `relu`. Saves the mask, a bool per element: True where x > 0 or NaN."""
 
     generate_vmap_rule = True
 
@@ -21,7 +22,7 @@ class LeanReLU(QatFunction):
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
         check_tensor(x, "x", "LeanReLU")
         y = torch.relu(x)
-        return y, y > 0
+        return y, passes(y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -36,29 +37,40 @@ class LeanReLU(QatFunction):
 
 
 class LeanReLUInplace(QatFunction):
-    """`LeanReLUInplace.apply(x) -> (x, mask)`: overwrites x; see `relu`.
+    """`LeanReLUInplace.apply(x) -> x`, overwritten; see `relu`. Saves the mask as `LeanReLU` does.
 
-    The mask is made before x is overwritten. Saving x itself and comparing it in the backward would work by luck only
-    (relu(x) > 0 exactly where x > 0), and saving it unmarked would hand autograd a changed tensor.
+    Saving x would be wrong: the backward would find it overwritten, by this Function or by a later one. The mask is a
+    tensor of its own. It is no second output because autograd allows only one where x is a view.
     """
 
     @staticmethod
-    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor) -> Tensor:
         check_tensor(x, "x", "LeanReLUInplace")
-        mask = x > 0
-        return x.relu_(), mask
+        if torch.compiler.is_compiling():  # torch 2.14 drops this backward when x is an input of the graph
+            raise QatError("LeanReLUInplace does not compile: write qat.functional.relu(x, inplace=True)")
+        x.relu_()
+        return x
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.mark_dirty(inputs[0])
-        ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[1])
+        ctx.save_for_backward(passes(output))
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor | None, _: None) -> Tensor | None:
+    def backward(ctx: Any, g: Tensor | None) -> Tensor | None:
         (mask,) = ctx.saved_tensors
         return None if g is None else torch.where(mask, g, 0.0)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, ...], x: Tensor) -> tuple[Tensor, int]:
+        """Elementwise, so the batch is one more dimension; the generated rule does not take dirty inputs."""
+        return LeanReLUInplace.apply(x), in_dims[0]
+
+
+def passes(y: Tensor) -> Tensor:
+    """Where the gradient of y = relu(x) passes: where y > 0, and at NaN, as for torch."""
+    return ~(y <= 0)
 
 
 def relu(x: Tensor, inplace: bool = False) -> Tensor:
@@ -81,5 +93,7 @@ def relu(x: Tensor, inplace: bool = False) -> Tensor:
         >>> relu(x).sum().backward(); x.grad.tolist()
         [0.0, 1.0]
     """
-    y: Tensor = (LeanReLUInplace if inplace else LeanReLU).apply(x)[0]
+    if inplace and (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        return x.relu_()  # a compiler chooses itself what to save
+    y: Tensor = LeanReLUInplace.apply(x) if inplace else LeanReLU.apply(x)[0]
     return y

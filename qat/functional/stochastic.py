@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qat import kernels
 from qat.config import QatError
-from qat.functional._checks import QatFunction, check_range, check_scale, check_tensor
+from qat.functional._checks import QatFunction, check_range, check_scale, check_tensor, once_differentiable
 
 __all__ = ["Stochastic", "stochastic"]
 
@@ -33,7 +32,8 @@ class Stochastic(QatFunction):
         check_tensor(x, "x", "Stochastic")
         check_scale(x, scale, axis, "Stochastic")
         check_range(qmin, qmax, "Stochastic")
-        if noise.shape != x.shape:
+        check_tensor(noise, "noise", "Stochastic")
+        if not torch.jit.is_tracing() and noise.shape != x.shape:
             raise QatError(f"Stochastic: noise must have x's shape {tuple(x.shape)}; got {tuple(noise.shape)}")
         s = kernels.positive(scale)
         v = x.float() / kernels.broadcast(s, x.ndim, axis)

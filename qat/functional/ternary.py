@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qat import kernels
-from qat.functional._checks import QatFunction, check_tensor
+from qat.functional._checks import QatFunction, check_axis, check_tensor, once_differentiable
 
 __all__ = ["Ternary", "ternary", "ternary_codes"]
 
@@ -19,13 +19,13 @@ THRESHOLD = 0.7
 def ternary_codes(w: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     """Codes -1, 0, 1 (float32) and the step (eq. 5: mean |w| of those not at zero), shape (1,) or one per channel."""
     magnitudes = w.float().abs()
-    rows = magnitudes.reshape(1, -1) if axis is None else magnitudes.movedim(axis, 0).flatten(1)
+    rows = magnitudes.reshape(1, -1) if axis is None else magnitudes.movedim(axis, 0).unsqueeze(-1).flatten(1)
     mean = rows.mean(1)
     kept = magnitudes > THRESHOLD * kernels.broadcast(mean, w.ndim, axis)
     count = kernels.reduce_to_scale(kept.float(), mean, axis)
     total = kernels.reduce_to_scale(torch.where(kept, magnitudes, 0.0), mean, axis)
     step = total / count.clamp_min(1) + (mean - mean)  # NaN anywhere in a channel shows in its step
-    return torch.where(kept, w.float().sign(), 0.0), step
+    return torch.where(kept, w.float().sign(), 0.0), step.clamp_min(kernels.SCALE_FLOOR)
 
 
 class Ternary(QatFunction):
@@ -36,6 +36,7 @@ class Ternary(QatFunction):
     @staticmethod
     def forward(w: Tensor, axis: int | None) -> Tensor:
         check_tensor(w, "w", "Ternary")
+        check_axis(w, axis, "Ternary")
         codes, step = ternary_codes(w, axis)
         return kernels.decode(codes, step, axis).to(w.dtype)
 
@@ -44,6 +45,7 @@ class Ternary(QatFunction):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None]:
         return g, None
 
@@ -62,7 +64,7 @@ def ternary(w: Tensor, axis: int | None = None) -> Tensor:
         Tensor of w's shape and dtype, three levels per channel.
 
     Raises:
-        QatError: w is not a floating tensor.
+        QatError: w is not a floating tensor, or has no such axis.
 
     Example:
         >>> import torch

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qat import kernels
-from qat.functional._checks import QatFunction, check_range, check_scale, check_tensor
+from qat.functional._checks import QatFunction, check_range, check_scale, check_tensor, once_differentiable
 
 __all__ = ["TQT", "power_of_two_step", "tqt"]
 
@@ -34,7 +33,7 @@ class TQT(QatFunction):
         x: Tensor, log2_threshold: Tensor, qmin: int, qmax: int, axis: int | None, gain: float
     ) -> tuple[Tensor, Tensor | None]:
         check_tensor(x, "x", "TQT")
-        check_scale(x, log2_threshold, axis, "TQT")
+        check_scale(x, log2_threshold, axis, "TQT", "log2_threshold")
         check_range(qmin, qmax, "TQT")
         s = power_of_two_step(log2_threshold, qmax)
         codes, residue = kernels.encode(x, s, qmin, qmax, axis, lean=True)

@@ -74,12 +74,8 @@ def encode(
 
 
 def clamp(v: Tensor, qmin: Bound, qmax: Bound) -> Tensor:
-    """v limited to qmin..qmax; NaN stays NaN."""
-    if isinstance(qmin, Tensor) or isinstance(qmax, Tensor):
-        return torch.maximum(
-            torch.minimum(v, torch.as_tensor(qmax, dtype=v.dtype)), torch.as_tensor(qmin, dtype=v.dtype)
-        )
-    return v.clamp(qmin, qmax)
+    """v limited to qmin..qmax, both numbers or both tensors; NaN stays NaN."""
+    return v.clamp(qmin, qmax)  # type: ignore[arg-type]
 
 
 def decode(codes: Tensor, scale: Tensor, axis: int | None) -> Tensor:

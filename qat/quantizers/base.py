@@ -170,6 +170,8 @@ class Quantizer(nn.Module):
         N counts the weights that share one scale, or the features of one sample. It leaves the batch out, as the paper
         does: the loss is a mean over the batch, so a scale then learns alike at every batch size.
         """
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            return 1.0  # nothing learns there, and sizes read here would become constants of the graph
         n = x.numel() // self.raw.numel() if self.weight else math.prod(x.shape[1:])
         return 1 / math.sqrt(max(n, 1) * self.qmax)
 
