@@ -31,6 +31,7 @@ from hydra.types import RunMode
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.profilers import PassThroughProfiler
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
@@ -169,8 +170,12 @@ def load_best(trainer: L.Trainer, lit: Classifier, path: Path) -> None:
 
 
 def test(trainer: L.Trainer, lit: Classifier, data: DataModule) -> float:
-    """Accuracy on the test images, in percent."""
-    return round(trainer.test(lit, data, verbose=False)[0]["test/acc"], 3)
+    """Accuracy on the test images, in percent. Not profiled: trainer.profiler is there to look at training."""
+    profiler = vars(trainer)["profiler"]
+    vars(trainer)["profiler"] = PassThroughProfiler()
+    accuracy = trainer.test(lit, data, verbose=False)[0]["test/acc"]
+    vars(trainer)["profiler"] = profiler
+    return round(accuracy, 3)
 
 
 def name_of(config: Config) -> str:
@@ -254,7 +259,9 @@ def how_to_go_on(folder: Path) -> str:
     if not (folder / "last.ckpt").exists():
         return " before an epoch was complete: nothing to resume"
     given = [word for word in HydraConfig.get().overrides.task if not word.startswith("resume=")]
-    usual = HydraConfig.get().mode == RunMode.RUN and not any(word.startswith("hydra") for word in sys.argv[1:])
+    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    beside = folder.absolute().parent == Path(HydraConfig.get().runtime.output_dir).parent
+    usual = beside and not sweep and not any(word.startswith("hydra") for word in sys.argv[1:])
     words = [*given, "resume=last" if usual else f"resume={os.path.relpath(folder)}"]
     return f"; to go on: python {shlex.join([sys.argv[0], *words])}"
 
@@ -288,6 +295,7 @@ def quiet() -> None:
 def command() -> None:
     """What `python train.py` does."""
     quiet()
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))  # argparse wants it first
     try:
         trainer_keys = {str(key) for path in (CONFIGS / "trainer").glob("*.yaml") for key in OmegaConf.load(path)}
         choices = {group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) for group in GROUPS}

@@ -491,8 +491,9 @@ NEAR = 1e-5
 whose quotient is less exact, 2^-22 of the code."""
 
 
-def undecided(result: Result, largest: float) -> Array:
+def undecided(result: Result, state: State, options: dict[str, Any]) -> Array:
     """The elements that are left out of a comparison."""
+    largest = max(map(abs, limits(state, options))) if "qmax" in options else 2.0 ** options.get("bits", 0)
     return (result.distance > 0) & (result.distance < max(NEAR, largest * 2.0**-22))
 
 

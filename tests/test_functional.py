@@ -14,7 +14,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import FLOOR, FUNCTIONS, Oracle, Result, along
 from torch import Tensor
@@ -27,24 +27,11 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.f
 SHAPE = (4, 3, 5, 6)
 
 
-def spell(value: Any) -> str:
-    """A test id."""
-    if isinstance(value, dict):
-        return "_".join(f"{k}{v}" for k, v in value.items() if k not in ("gain", "delta")) or "-"
-    return str(value)
-
-
-VARIANTS = [
-    pytest.param(name, options, axis, id=f"{name}-{spell(options)}-axis{axis}")
-    for name, oracle in FUNCTIONS.items()
-    for options in oracle.options
-    for axis in oracle.axes
+EVERY = [
+    pytest.param(name, axis, id=f"{name}-axis{axis}") for name, oracle in FUNCTIONS.items() for axis in oracle.axes
 ]
-ONE_EACH = [
-    pytest.param(name, oracle.options[-1], axis, id=f"{name}-axis{axis}")
-    for name, oracle in FUNCTIONS.items()
-    for axis in oracle.axes
-]
+every_axis = pytest.mark.parametrize(("name", "axis"), EVERY)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def array(t: Tensor) -> np.ndarray:
@@ -74,11 +61,13 @@ def tensors(name: str, state: dict[str, np.ndarray], device: torch.device | str 
     }
 
 
-def closed(name: str, x: Tensor, g: np.ndarray, state: dict[str, np.ndarray], **options: Any) -> Result:
+def closed(
+    name: str, x: Tensor, g: np.ndarray, state: dict[str, np.ndarray], axis: int | None, options: dict[str, Any]
+) -> Result:
     """The closed form, for x as the Function sees it."""
     oracle = FUNCTIONS[name]
     seen = array(x.float() if oracle.float32 else x)
-    return oracle.closed_form(seen, g, **{k: v.astype(float) for k, v in state.items()}, **options)
+    return oracle.closed_form(seen, g, **{k: v.astype(float) for k, v in state.items()}, **options, axis=axis)
 
 
 def prove(
@@ -87,49 +76,42 @@ def prove(
     state: dict[str, np.ndarray],
     options: dict[str, Any],
     axis: int | None,
-    *,
     rng: np.random.Generator,
+    *,
     exact: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Call a Function on x, of any dtype, device and layout, and compare values and gradients with the closed form.
 
-    With `exact` no element may be near a decision without being on it.
-    Returns values and gradients.
+    With `exact` no element may be near a decision without being on it. Returns values and gradients.
     """
     oracle = FUNCTIONS[name]
     dtype = str(x.dtype).removeprefix("torch.")
     g = dyadic(rng, tuple(x.shape))
-    largest = max(abs(v) for v in oracles.limits(state, options)) if "qmax" in options else 2.0 ** options.get("bits", 0)
-    skip = oracles.undecided(closed(name, x, g, state, axis=axis, **options), largest)
+    skip = oracles.undecided(closed(name, x, g, state, axis, options), state, options)
     skip = np.broadcast_to(skip, g.shape)
-    assert not skip.any() if exact else skip.sum() <= max(4, 0.1 * skip.size)
+    assert skip.sum() <= (0 if exact else max(4, 0.1 * skip.size))
     g = np.where(skip, 0.0, g)
-    expected = closed(name, x, g, state, axis=axis, **options)
+    expected = closed(name, x, g, state, axis, options)
 
     x = x.detach().requires_grad_()
-    given_state = tensors(name, state, x.device)
-    values = call(name, x, given_state, options, axis)
-    wanted = ["x", *oracle.learned]
-    grads = torch.autograd.grad(
-        values, [x, *(given_state[k] for k in oracle.learned)], torch.from_numpy(np.asarray(g)).to(x.device, x.dtype)
-    )
-    assert values.dtype == x.dtype == grads[0].dtype
-    assert values.shape == x.shape == grads[0].shape
-    for k, grad in zip(oracle.learned, grads[1:], strict=True):
-        assert grad.dtype == torch.float32
-        assert grad.shape == given_state[k].shape
-    if is_dense(x):
-        assert order(values) == order(x)
-    by_name = dict(zip(wanted, grads, strict=True))
-    oracles.assert_result(
-        expected,
-        array(values),
-        {k: array(v) for k, v in by_name.items()},
-        dtype,
-        oracle=oracle,
-        skip=skip,
-    )
-    return values.detach(), by_name
+    given = tensors(name, state, x.device)
+    values = call(name, x, given, options, axis)
+    leaves = {"x": x, **{k: given[k] for k in oracle.learned}}
+    found = torch.autograd.grad(values, list(leaves.values()), torch.from_numpy(np.asarray(g)).to(x.device, x.dtype))
+    grads = dict(zip(leaves, found, strict=True))
+    for k, grad in grads.items():
+        assert grad.dtype == (x.dtype if k == "x" else torch.float32)
+        assert grad.shape == leaves[k].shape
+    assert values.dtype == x.dtype
+    assert values.shape == x.shape
+    assert order(values) == order(x) or not is_dense(x)
+    try:
+        numbers = {k: array(v) for k, v in grads.items()}
+        oracles.assert_result(expected, array(values), numbers, dtype, oracle=oracle, skip=skip)
+    except AssertionError as error:
+        error.add_note(f"{name}, axis {axis}, {options}, {dtype} {tuple(x.shape)}, {state}")
+        raise
+    return values.detach(), grads
 
 
 def is_dense(x: Tensor) -> bool:
@@ -220,14 +202,15 @@ def test_oracles_differentiate_their_surrogates(name):
 # --- against the closed forms -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "options", "axis"), VARIANTS)
-def test_random(name, options, axis, dtype, device):
+@every_dtype
+@every_axis
+def test_random(name, axis, dtype, device):
     """Random x within and beyond the range and next to its ends, random scales."""
     oracle, rng = FUNCTIONS[name], np.random.default_rng(1)
-    state = new_state(oracle, rng, SHAPE, options, axis)
-    x = random_x(oracle, rng, SHAPE, state, options, axis, DTYPES[dtype]).to(device)
-    prove(name, x, state, options, axis, rng=rng)
+    for options in oracle.options:
+        state = new_state(oracle, rng, SHAPE, options, axis)
+        x = random_x(oracle, rng, SHAPE, state, options, axis, DTYPES[dtype]).to(device)
+        prove(name, x, state, options, axis, rng)
 
 
 def special_x(
@@ -253,37 +236,38 @@ def special_x(
     return {0: rows, 1: rows.T.contiguous(), -1: rows.T.unsqueeze(1).contiguous()}[axis]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "options", "axis"), VARIANTS)
-def test_special_points(name, options, axis, dtype):
-    """Both ends of the range, ties, zeros, subnormal, huge and infinite x; on these the residue is exact as well."""
+@every_dtype
+@every_axis
+def test_special_points(name, axis, dtype):
+    """Both ends of the range, ties, zeros, subnormal, huge and infinite x."""
     oracle, rng = FUNCTIONS[name], np.random.default_rng(2)
-    channels = (3,) if axis == 0 else (1, 3)
-    state = new_state(oracle, None, channels, options, axis)
-    x = special_x(oracle, state, options, axis, DTYPES[dtype])
-    state = new_state(oracle, None, tuple(x.shape), options, axis)
-    prove(name, x, state, options, axis, rng=rng, exact=True)
+    for options in oracle.options:
+        state = new_state(oracle, None, (3,) if axis == 0 else (1, 3), options, axis)
+        x = special_x(oracle, state, options, axis, DTYPES[dtype])
+        state = new_state(oracle, None, tuple(x.shape), options, axis)
+        prove(name, x, state, options, axis, rng, exact=not oracle.joint)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("name", "options", "axis"), VARIANTS)
-def test_nan(name, options, axis, dtype):
+@every_dtype
+@every_axis
+def test_nan(name, axis, dtype):
     """NaN stays where it is, in values and in the gradient of x, and shows in the gradient of its own scale only."""
     oracle, rng = FUNCTIONS[name], np.random.default_rng(3)
-    state = new_state(oracle, rng, SHAPE, options, axis)
-    x = random_x(oracle, rng, SHAPE, state, options, axis, DTYPES[dtype])
     place = (1, 2, 3, 4)
-    x[place] = math.nan
-    values, grads = prove(name, x, state, options, axis, rng=rng)
-    spoilt = torch.zeros(SHAPE, dtype=torch.bool)
-    spoilt[place] = True
-    mine = spoilt.movedim(axis, 0).flatten(1).any(1) if axis is not None else torch.tensor([True])
-    if oracle.joint:
-        spoilt = mine.reshape([1 if axis is None or d != axis % 4 else -1 for d in range(4)]).expand(SHAPE)
-    assert torch.equal(values.isnan(), spoilt)
-    assert torch.equal(grads.pop("x").isnan(), spoilt & (not oracle.passes_nan))
-    for grad in grads.values():
-        assert torch.equal(grad.isnan(), mine)
+    for options in oracle.options:
+        state = new_state(oracle, rng, SHAPE, options, axis)
+        x = random_x(oracle, rng, SHAPE, state, options, axis, DTYPES[dtype])
+        x[place] = math.nan
+        values, grads = prove(name, x, state, options, axis, rng)
+        spoilt = torch.zeros(SHAPE, dtype=torch.bool)
+        spoilt[place] = True
+        mine = torch.tensor([True]) if axis is None else spoilt.movedim(axis, 0).flatten(1).any(1)
+        if oracle.joint:
+            spoilt = torch.from_numpy(along(mine.numpy(), 4, axis)).expand(SHAPE)
+        assert torch.equal(values.isnan(), spoilt)
+        assert torch.equal(grads.pop("x").isnan(), spoilt & (not oracle.passes_nan))
+        for grad in grads.values():
+            assert torch.equal(grad.isnan(), mine)
 
 
 LAYOUTS = {
@@ -298,16 +282,18 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("name", "options", "axis"), ONE_EACH)
-def test_layouts(name, options, axis, layout, device):
+@every_axis
+def test_layouts(name, axis, device):
+    """Dense in another order, with gaps, overlapping, at an offset; empty, one element, one dimension."""
     oracle, rng = FUNCTIONS[name], np.random.default_rng(4)
-    if layout == "vector" and axis == 1:
-        pytest.skip("a vector has no axis 1")
-    scales = new_state(oracle, rng, SHAPE, options, axis)
-    x = LAYOUTS[layout](random_x(oracle, rng, SHAPE, scales, options, axis, torch.float32, ends=False).to(device))
-    state = new_state(oracle, rng, tuple(x.shape), options, axis)
-    prove(name, x, state, options, axis, rng=rng)
+    options = oracle.options[-1]
+    for layout, change in LAYOUTS.items():
+        if layout == "vector" and axis == 1:
+            continue
+        scales = new_state(oracle, rng, SHAPE, options, axis)
+        x = change(random_x(oracle, rng, SHAPE, scales, options, axis, torch.float32, ends=False).to(device))
+        state = new_state(oracle, rng, tuple(x.shape), options, axis)
+        prove(name, x, state, options, axis, rng)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,)], ids=str)
@@ -318,9 +304,9 @@ def test_small(name, shape):
     for options in oracle.options:
         state = new_state(oracle, rng, shape, options, None)
         x = random_x(oracle, rng, shape, state, options, None, torch.float32, ends=False)
-        prove(name, x, state, options, None, rng=rng)
+        prove(name, x, state, options, None, rng)
         bare = {k: v if k == "noise" else v.reshape(()) for k, v in state.items()}
-        _, grads = prove(name, x, bare, options, None, rng=rng)
+        _, grads = prove(name, x, bare, options, None, rng)
         if shape == (0,):
             assert all(grad.count_nonzero() == 0 for grad in grads.values())
 
@@ -331,18 +317,17 @@ WITH_SCALE = [n for n, o in FUNCTIONS.items() if {"scale", "alpha"} & set(o.argu
 RAW = [-0.25, 0.0, -0.0, 1e-30, -1e-30, 1e-42, FLOOR, -FLOOR, FLOOR / 2, FLOOR * 2, 1e-3, 2.0**20, -(2.0**20)]
 
 
-@pytest.mark.parametrize("raw", RAW)
 @pytest.mark.parametrize("name", WITH_SCALE)
-def test_raw_scales(name, raw):
+def test_raw_scales(name):
     """Negative, zero and tiny raw scales: positive as used, and their gradient keeps the raw sign, at the floor too."""
     oracle, rng = FUNCTIONS[name], np.random.default_rng(6)
-    for options in oracle.options:
+    for options, raw in itertools.product(oracle.options, RAW):
         key = "alpha" if "alpha" in oracle.arguments else "scale"
         state = new_state(oracle, rng, (60,), options, None)
         factor = np.float32(options["qmax"] if key == "alpha" and abs(raw) > FLOOR else 1)
         state[key] = np.array([raw], dtype=np.float32) * factor
         x = random_x(oracle, rng, (60,), state, options, None, torch.float32)
-        values, grads = prove(name, x, state, options, None, rng=rng)
+        values, grads = prove(name, x, state, options, None, rng)
         assert values.isfinite().all()
         if key in oracle.learned:
             assert grads[key].isfinite().all()
@@ -361,7 +346,7 @@ def test_raw_thresholds(raw):
     for options in oracle.options:
         state = {"log2_threshold": np.array([raw], dtype=np.float32)}
         x = random_x(oracle, rng, (60,), state, options, None, torch.float32)
-        _, grads = prove("TQT", x, state, options, None, rng=rng)
+        _, grads = prove("TQT", x, state, options, None, rng)
         assert grads["log2_threshold"].isfinite().all()
         assert grads["log2_threshold"] != 0
 
@@ -373,7 +358,7 @@ def test_raw_offsets(offset):
     for options in oracle.options:
         state = {"scale": np.array([0.25], np.float32), "offset": np.array([offset], np.float32)}
         x = special_x(oracle, state, options, None, torch.float32)
-        values, grads = prove("LSQPlus", x, state, options, None, rng=rng, exact=True)
+        values, grads = prove("LSQPlus", x, state, options, None, rng, exact=True)
         assert values.min() == oracles.limits(state, options)[0] * 0.25
         assert values.max() == oracles.limits(state, options)[1] * 0.25
         assert grads["offset"].isfinite().all()
@@ -381,64 +366,16 @@ def test_raw_offsets(offset):
 
 
 def test_division_is_true_division():
-    """x * (1 / s) gives other codes for x just on a tie; ONNX's QuantizeLinear divides. Here the float32 quotient."""
-    s = np.float32(0.1)
-    x = (np.arange(-400, 400, dtype=np.float32) + np.float32(0.5)) * s
-    product = np.rint(x * (np.float32(1) / s))
-    quotient = np.rint(x / s)
-    assert (product != quotient).sum() > 20
-    got = F.lsq(torch.from_numpy(x), torch.from_numpy(s.reshape(1)), -512, 511) / torch.from_numpy(s.reshape(1))
-    assert np.array_equal(got.round().numpy(), quotient)
-
-
-# --- a byte in place of a float -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("clipped", [False, True])
-def test_lean_gradients(clipped):
-    """LSQ's residue: the gradient of x is the same bit for bit, that of the scale within 1/504 per element, unbiased."""
-    qmin, qmax, draws, n = -8, 7, 100, 4096
-    exact, errors, allowed = [], [], []
-    for _ in range(draws):
-        x, g = torch.randn(n) * (3 if clipped else 1), torch.randn(n)
-        scale = torch.rand(1) * 0.1 + (0.5 if clipped else 1.0)
-        both = []
-        for lean in (False, True):
-            x.requires_grad_(), scale.requires_grad_()
-            values = F.lsq(x, scale, qmin, qmax, lean=lean)
-            both.append((values, *torch.autograd.grad(values, (x, scale), g)))
-        (y0, gx0, gs0), (y1, gx1, gs1) = both
-        assert torch.equal(y0, y1)
-        assert torch.equal(gx0, gx1)
-        inside = ((x / scale) >= qmin) & ((x / scale) <= qmax)
-        assert (~inside).float().mean() > 0.02 if clipped else inside.all()
-        exact.append(gs0.item()), errors.append((gs1 - gs0).item())
-        allowed.append((g.abs() * inside).sum().item() / 504)
-    exact, errors, allowed = np.array(exact), np.array(errors), np.array(allowed)
-    assert (np.abs(errors) <= allowed + 1e-3).all()
-    assert np.sqrt((errors**2).mean()) <= 0.005 * np.sqrt((exact**2).mean())
-    assert abs(errors.mean()) <= 3 * errors.std() / math.sqrt(draws)
-
-
-@pytest.mark.parametrize("name", ["LSQ", "EWGS", "TQT", "LSQPlus", "Stochastic"])
-def test_residue_worst_case(name):
-    """One element at a time: the slope is off by at most half a step of the byte, and the bound is reached."""
-    oracle = FUNCTIONS[name]
-    options = {**oracle.options[0], "qmin": 0, "qmax": 3, "gain": 1.0, "lean": True}
-    state = {"scale": [1.0], "offset": [0.0], "log2_threshold": [2.0]}
-    state = {k: np.array(v, np.float32) for k, v in state.items() if k in oracle.arguments}
-    x = torch.linspace(0.01, 2.99, 2000)
-    key = oracle.learned[0]
-    errors = []
-    for v in x:
-        one = tensors(name, {**state, **({"noise": np.array([0.5], np.float32)} if name == "Stochastic" else {})})
-        call(name, v.reshape(1), one, options, None).backward()
-        slope = (v.round() - v).item() * (math.log(2) if key == "log2_threshold" else 1)
-        errors.append(one[key].grad.item() - slope)
-    bound = (2 if name == "Stochastic" else 1) / 504 * (math.log(2) if key == "log2_threshold" else 1)
-    assert np.abs(errors).max() <= bound + 1e-6
-    assert np.abs(errors).max() >= 0.95 * bound
-    assert abs(np.mean(errors)) <= 0.02 * bound
+    """x * (1 / s) gives other codes for x next to a tie; ONNX's QuantizeLinear divides. Here the float32 quotient."""
+    differ = 0
+    for s in np.linspace(0.05, 0.15, 50, dtype=np.float32):
+        x = (np.arange(-300, 300, dtype=np.float32) + np.float32(0.5)) * s
+        quotient = np.rint(x / s)
+        differ += (np.rint(x * (np.float32(1) / s)) != quotient).sum()
+        raw = torch.from_numpy(s.reshape(1))
+        for values in (F.lsq(torch.from_numpy(x), raw, -512, 511), F.ste(torch.from_numpy(x), raw, -512, 511)):
+            assert np.array_equal(np.rint(values.numpy() / s), quotient)
+    assert differ > 1000
 
 
 # --- precision ----------------------------------------------------------------------------------------------------------
@@ -453,7 +390,7 @@ def test_autocast(name, dtype):
         state = new_state(oracle, rng, SHAPE, options, None)
         x = random_x(oracle, rng, SHAPE, state, options, None, DTYPES[of])
         with torch.autocast("cpu", DTYPES[dtype]):
-            inside, grads = prove(name, x, state, options, None, rng=rng)
+            inside, grads = prove(name, x, state, options, None, rng)
             assert inside.dtype == x.dtype
             assert all(g.dtype == torch.float32 for k, g in grads.items() if k != "x")
         assert torch.equal(call(name, x, tensors(name, state), options, None), inside)
@@ -480,7 +417,8 @@ def test_fp16_gradients_do_not_overflow(name):
 # --- properties -----------------------------------------------------------------------------------------------------------
 
 finite = st.floats(-1000, 1000, width=32)
-vectors = hnp.arrays(np.float32, hnp.array_shapes(max_dims=1, max_side=40), elements=finite)
+vectors = hnp.arrays(np.float32, hnp.array_shapes(max_dims=1, max_side=16), elements=finite)
+few = settings(max_examples=25)  # for each Function
 step_sizes = st.floats(2.0**-8, 4.0, width=32)
 
 
@@ -515,12 +453,13 @@ def quantize(name: str, x: Tensor, state: dict[str, np.ndarray], options: dict[s
 
 
 @named("levels")
+@few
 @given(data=st.data())
 def test_levels(name, data):
     """At most 2^bits different values."""
     x, state, options = data.draw(problems(name))
     # more elements than levels: what was drawn, and the whole range
-    x = torch.cat([x, torch.linspace(-1100, 1100, 4001)])
+    x = torch.cat([x, torch.linspace(-1100, 1100, 1501)])
     if "noise" in state:
         state["noise"] = np.resize(state["noise"], x.shape).astype(np.float32)
     assert quantize(name, x, state, options).unique().numel() <= FUNCTIONS[name].levels(options)
@@ -541,6 +480,7 @@ def test_levels_per_channel(name):
 
 
 @named("idempotent")
+@few
 @given(data=st.data())
 def test_idempotent(name, data):
     """Values are quantized to themselves, or as the table says."""
@@ -561,6 +501,7 @@ def test_exceptions_to_idempotence_are_real():
 
 
 @named("closed_form")
+@few
 @given(data=st.data())
 def test_monotone(name, data):
     """x <= y gives values in the same order (stochastic: at the same noise)."""
@@ -572,6 +513,7 @@ def test_monotone(name, data):
 
 
 @named("half_step")
+@few
 @given(data=st.data())
 def test_error_inside(name, data):
     """At most half a step from x inside the range; less than a step if stochastic."""
@@ -588,6 +530,7 @@ def test_error_inside(name, data):
 
 
 @pytest.mark.parametrize(("name", "relative"), [("float8_e4m3fn", 2**-4), ("float8_e5m2", 2**-3)])
+@few
 @given(x=hnp.arrays(np.float32, 20, elements=st.floats(2.0**-6, 256, width=32)))
 def test_error_of_floats(name, relative, x):
     """Half a unit in the last place."""
@@ -597,12 +540,14 @@ def test_error_of_floats(name, relative, x):
 
 
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+@few
 @given(x=hnp.arrays(np.float32, 20, elements=st.floats(2.0**-14, 60000, width=32)))
 def test_error_of_mixed_precision(dtype, relative, x):
     x = torch.from_numpy(x)
     assert ((F.mixed_precision(x, dtype) - x).abs() <= relative * x).all()
 
 
+@few
 @given(data=st.data())
 def test_error_of_dorefa(data):
     """Half a step of the grid from tanh(w) / max|tanh(w)|."""
@@ -615,6 +560,7 @@ def test_error_of_dorefa(data):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@few
 @given(data=st.data())
 def test_zero(name, data):
     """Zero is a value of every grid but those of one bit and of DoReFa."""
@@ -630,6 +576,7 @@ def test_zero(name, data):
 
 
 @named("blocks")
+@few
 @given(data=st.data())
 def test_no_gradient_outside(name, data):
     """Beyond the range the gradient of x is zero, whatever comes in."""
@@ -649,12 +596,14 @@ def test_no_gradient_outside(name, data):
 
 
 @pytest.mark.parametrize("name", [n for n, o in FUNCTIONS.items() if o.scales_with is not None])
+@few
 @given(data=st.data(), k=st.integers(-10, 10))
 def test_power_of_two_equivariance(name, data, k):
     """q(2^k x, 2^k s) = 2^k q(x, s), exactly."""
     oracle = FUNCTIONS[name]
     x, state, options = data.draw(problems(name))
     x = torch.where(x.abs() < 1e-3, 0.0, x)  # a format's subnormal numbers have a fixed step
+    assume(name != "Binary" or x.count_nonzero())  # the floor of a scale has a fixed size
     if name in ("MixedPrecision", "FP8"):
         x = x.clamp(-30.0, 30.0)
     if options.get("format") == "float16":
@@ -672,6 +621,7 @@ def test_power_of_two_equivariance(name, data, k):
     )
 
 
+@few
 @given(x=hnp.arrays(np.float32, 20, elements=st.floats(-30, 30, width=32)), k=st.integers(-3, 3))
 def test_odd(x, k):
     """A symmetric range treats x and -x alike, in values and gradients."""
@@ -691,14 +641,14 @@ def test_odd(x, k):
 
 
 def test_stochastic_rounding_is_unbiased():
-    """Inside the range the mean over draws is x: 4 standard errors."""
+    """Inside the range the mean over draws is x, to 4 standard errors and one draw."""
     x = torch.linspace(-2.0, 1.0, 61)
     draws = 20000
     mean = F.stochastic(x.expand(draws, -1), torch.tensor([0.3]), -8, 7).double().mean(0)
     v = x.double() / 0.3
     fraction = v - v.floor()
     error = 0.3 * (fraction * (1 - fraction) / draws).sqrt()
-    assert ((mean - x.double()).abs() <= 4 * error + 1e-6).all()
+    assert ((mean - x.double()).abs() <= 4 * error + 0.3 / draws).all()
 
 
 # --- independent implementations ------------------------------------------------------------------------------------------
@@ -870,20 +820,29 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("wrong", BAD)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_errors(name, wrong):
+NAMES = {"PACT": "alpha", "TQT": "log2_threshold"}
+"""What takes the place of `scale`."""
+
+
+def bad_calls() -> list:
+    """Each wrong argument of each Function that has it."""
+    found = []
+    for name, oracle in FUNCTIONS.items():
+        for wrong, (argument, value, message) in BAD.items():
+            argument = NAMES.get(name, argument) if argument == "scale" else argument
+            scaled = {"scale", "alpha", "log2_threshold"} & set(oracle.arguments)
+            if argument in oracle.arguments and (wrong != "one scale for an axis" or scaled):
+                found.append(pytest.param(name, argument, value, message, id=f"{name}-{wrong}"))
+    return found
+
+
+@pytest.mark.parametrize(("name", "argument", "value", "message"), bad_calls())
+def test_errors(name, argument, value, message):
     """One line that names the Function and says what was expected and what came."""
-    argument, value, message = BAD[wrong]
     oracle = FUNCTIONS[name]
-    names = {"scale": "alpha" if name == "PACT" else "log2_threshold" if name == "TQT" else "scale"}
-    argument = names.get(argument, argument)
-    if argument not in oracle.arguments or (wrong == "one scale for an axis" and "scale" not in str(oracle.arguments)):
-        pytest.skip(f"{name} has no {argument}")
     options = oracle.options[0]
-    x = torch.randn(4, 3)
-    present: dict[str, Any] = {"x": x, "axis": None, **tensors(name, new_state(oracle, None, (4, 3), options, None))}
-    present |= options
+    present: dict[str, Any] = {"x": torch.randn(4, 3), "axis": None, **options}
+    present |= tensors(name, new_state(oracle, None, (4, 3), options, None))
     if "format" in options:
         present["dtype"] = getattr(torch, options["format"])
     present[argument] = value

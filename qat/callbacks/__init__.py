@@ -2,5 +2,6 @@
 
 from qat.callbacks.calibrate import Calibrate
 from qat.callbacks.history import History
+from qat.callbacks.scales import ScaleWatch
 
-__all__ = ["Calibrate", "History"]
+__all__ = ["Calibrate", "History", "ScaleWatch"]

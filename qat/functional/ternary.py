@@ -17,7 +17,7 @@ THRESHOLD = 0.7
 
 
 def ternary_codes(w: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
-    """Codes -1, 0, 1 (float32) and the step (eq. 5: mean |w| of those not at zero), shape (1,) or one per channel."""
+    """Codes -1, 0, 1 (float32; NaN stays) and the step (eq. 5: mean |w| of the others than 0), shape (1,) or (C,)."""
     magnitudes = w.float().abs()
     rows = magnitudes.reshape(1, -1) if axis is None else magnitudes.movedim(axis, 0).unsqueeze(-1).flatten(1)
     mean = rows.mean(1)
@@ -25,7 +25,8 @@ def ternary_codes(w: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     count = kernels.reduce_to_scale(kept.float(), mean, axis)
     total = kernels.reduce_to_scale(torch.where(kept, magnitudes, 0.0), mean, axis)
     step = total / count.clamp_min(1) + (mean - mean)  # NaN anywhere in a channel shows in its step
-    return torch.where(kept, w.float().sign(), 0.0), step.clamp_min(kernels.SCALE_FLOOR)
+    codes = torch.where(kept, w.float().sign(), torch.where(w.isnan(), w.float(), 0.0))
+    return codes, step.clamp_min(kernels.SCALE_FLOOR)
 
 
 class Ternary(QatFunction):

@@ -44,6 +44,7 @@ class Quantizer(nn.Module):
     deterministic: ClassVar[bool] = True  # the same codes each time: may be computed again, or cached
     learns: ClassVar[bool] = True  # a scale, offset or threshold
     per_tensor: ClassVar[bool] = False  # has one scale by definition
+    keeps_range: ClassVar[bool] = False  # its Parameter is the end of the range, which stays when the bits change
     decays: ClassVar[bool] = False  # whether weight decay acts on what it learns
     parameter: ClassVar[str] = "scale"  # name of the raw Parameter
 
@@ -113,7 +114,7 @@ class Quantizer(nn.Module):
 
     @torch.no_grad()
     def encode(self, x: Tensor) -> Tensor:
-        """Codes of x, as int8 (signed) or uint8: what is deployed.
+        """Codes of x, as int8 or, where none is negative, uint8: what is deployed.
 
         Raises:
             QatError: x has NaN, which no integer can hold, or the method has no integer codes.
@@ -123,7 +124,7 @@ class Quantizer(nn.Module):
         codes = self.codes(x.detach())
         if codes.isnan().any():
             raise QatError(f"{self.name or self.method}: cannot encode NaN as an integer code")
-        return codes.to(torch.int8 if self.is_signed else torch.uint8)
+        return codes.to(torch.int8 if self.qmin < 0 else torch.uint8)
 
     def codes(self, x: Tensor) -> Tensor:
         """Codes of x as float32; NaN stays NaN."""
@@ -136,6 +137,8 @@ class Quantizer(nn.Module):
     def set_bits(self, bits: int) -> None:
         """Change the code range, in place; the scale follows as LSQ's initial step does, by 1 / sqrt(qmax).
 
+        Methods that learn the end of their range keep that instead (`keeps_range`).
+
         Raises:
             QatError: bits that this method does not have.
         """
@@ -143,7 +146,8 @@ class Quantizer(nn.Module):
             raise QatError(f"{self.name}: {self.method} has {spell(self.allowed_bits)} bits; got {bits}")
         step, before = self.step, self.qmax
         self.bits = bits
-        self.set_step(step * math.sqrt(before / self.qmax))
+        if not self.keeps_range:
+            self.set_step(step * math.sqrt(before / self.qmax))
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -199,8 +203,14 @@ class Quantizer(nn.Module):
         if isinstance(x, Observer):
             if x.total == 0:
                 raise QatError(f"{self.name}: no calibration data reached it")
-            self.signed.fill_(x.minimum < 0)
-            self.is_signed = x.minimum < 0
+            before, self.is_signed = self.is_signed, x.minimum < 0
+            if self.qmax < 1:
+                self.is_signed = before
+                raise QatError(
+                    f"{self.name}: {self.method} has no signed codes of 1 bit, and this tensor has negative values "
+                    "(give it 2 bits, or the method binary, by a rule)"
+                )
+            self.signed.fill_(self.is_signed)
             values, counts = x.samples()
         else:
             rows = x.detach().float()

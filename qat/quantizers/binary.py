@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from qat.functional import Binary, BinaryActivation
@@ -13,7 +14,7 @@ from qat.quantizers.lsq import LSQQuantizer
 class BinaryQuantizer(Quantizer):
     """Signs times the mean magnitude; the Function is `qat.functional.Binary`.
 
-    The scale follows the weight; `scale` holds the one last used.
+    The scale follows the weight; `scale` holds that of the last calibration or encoding.
     """
 
     method = "binary"
@@ -38,7 +39,8 @@ class BinaryQuantizer(Quantizer):
 
     def codes(self, x: Tensor) -> Tensor:
         """Codes of x, after making the scale that of x."""
-        self.set_step(binary_step(x, self.axis))
+        step = binary_step(x, self.axis)
+        self.set_step(torch.where(step.isnan(), self.step, step))
         return binary_codes(x)
 
     def initial_step(self, values: Tensor, counts: Tensor | None) -> Tensor:

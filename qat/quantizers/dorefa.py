@@ -23,6 +23,7 @@ class DoReFaQuantizer(Quantizer):
     paper = "Zhou et al. 2016, arXiv:1606.06160, eq. 9"
     learns = False
     per_tensor = True
+    keeps_range = True
 
     @property
     def qmin(self) -> int:
@@ -78,3 +79,9 @@ class DoReFaActivationQuantizer(STEQuantizer):
         if self.is_signed:
             return super().initial_step(values, counts)
         return torch.full((1,), 1 / self.qmax)
+
+    def set_bits(self, bits: int) -> None:
+        """Change the code range; unsigned, it remains 0..1."""
+        super().set_bits(bits)
+        if not self.is_signed:
+            self.set_step(torch.full_like(self.step, 1 / self.qmax))

@@ -10,8 +10,8 @@ from torch import Tensor
 from qat import kernels
 
 PERCENTILE = 0.9999
-SEARCH_SAMPLES = 1024
-"""Per channel, the squared-error search looks at this many weights: more moves the scale by less than its own step."""
+SEARCH_SAMPLES, SEARCH_TAIL = 1024, 64
+"""Per channel, the squared-error search looks at this many weights, and at all of the largest, which may be clipped."""
 
 
 def initial_scale(init: str, values: Tensor, counts: Tensor | None, qmin: int, qmax: int) -> Tensor:
@@ -54,10 +54,19 @@ def percentile(magnitudes: Tensor, counts: Tensor | None) -> Tensor:
     return ordered.gather(1, index).squeeze(1)
 
 
+def sample(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Evenly spaced values of each row, and its largest magnitudes; and how many each of them stands for."""
+    stride = -(-values.shape[1] // SEARCH_SAMPLES)
+    spaced, magnitudes = values[:, ::stride], values.abs()
+    largest = values.gather(1, magnitudes.topk(SEARCH_TAIL, dim=1, sorted=False).indices)
+    counts = torch.where(spaced.abs() < largest.abs().amin(1, keepdim=True), float(stride), 0.0)
+    return torch.cat([spaced, largest], 1), torch.cat([counts, torch.ones_like(largest)], 1)
+
+
 def least_error(fits: Tensor, values: Tensor, counts: Tensor | None, qmin: int, qmax: int) -> Tensor:
     """The scale of least squared error per row, searched below `fits` (coarsely by factors, then between them)."""
     if counts is None and values.shape[1] > SEARCH_SAMPLES:
-        values = values[:, :: -(-values.shape[1] // SEARCH_SAMPLES)]
+        values, counts = sample(values)
     best, least = fits.clone(), torch.full_like(fits, math.inf)
     coarse = [2 ** (-k / 4) for k in range(25)]  # 1 down to 1/64
     for factors in (coarse, [2 ** (k / 32) for k in range(-7, 8)]):

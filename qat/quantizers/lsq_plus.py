@@ -61,6 +61,14 @@ class LSQPlusQuantizer(Quantizer):
             self.refresh()
         return values
 
+    def set_bits(self, bits: int) -> None:
+        """Change the code range; the zero point divides the new one as it did the old."""
+        before = self.qmax
+        super().set_bits(bits)
+        with torch.no_grad():
+            self.offset.mul_(self.qmax / before)
+        self.refresh()
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring the `zero_point` buffer up to the learned offset."""
@@ -92,7 +100,7 @@ class LSQPlusQuantizer(Quantizer):
                 continue
             step = least_error(values.new_full((1,), fits), values, counts, lower, upper)
             codes, _ = kernels.encode(values, step, lower, upper, axis=0)
-            errors = (kernels.decode(codes, step, axis=0) - values).square()
+            errors = (kernels.decode(codes, step, axis=0) - values).double().square()
             error = (errors if counts is None else errors * counts).sum().item()
             if error < least:
                 best, least, offset = step, error, z

@@ -19,6 +19,7 @@ class PACTQuantizer(Quantizer):
     allowed_bits = range(1, 9)
     parameter: ClassVar[str] = "alpha"
     decays = True
+    keeps_range = True
 
     alpha: nn.Parameter
 
@@ -35,12 +36,6 @@ class PACTQuantizer(Quantizer):
     def raw_of(self, step: Tensor) -> Tensor:
         """Alpha of a step."""
         return step * self.qmax
-
-    def set_bits(self, bits: int) -> None:
-        """Change the code range; alpha stays."""
-        alpha = self.alpha.detach().clone()
-        super().set_bits(bits)
-        self.alpha.data.copy_(alpha)
 
     def quantize(self, x: Tensor) -> Tensor:
         """Values of x."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from qat import kernels
 from qat.functional import Ternary
 from qat.functional.ternary import ternary_codes
 from qat.quantizers.base import Quantizer
@@ -35,9 +37,10 @@ class TernaryQuantizer(Quantizer):
     def codes(self, x: Tensor) -> Tensor:
         """Codes of x, after making the scale that of x."""
         codes, step = ternary_codes(x, self.axis)
-        self.set_step(step)
+        self.set_step(torch.where(step.isnan(), self.step, step))
         return codes
 
     def initial_step(self, values: Tensor, counts: Tensor | None) -> Tensor:
         """The mean magnitude of the weights that are not at zero."""
-        return ternary_codes(values, 0)[1]
+        step = ternary_codes(values, 0)[1]
+        return torch.where(step > kernels.SCALE_FLOOR, step, 0.0)

@@ -18,6 +18,7 @@ class TQTQuantizer(Quantizer):
     method = "tqt"
     paper = "Jain et al. 2019, arXiv:1903.08066, eqs. 4-8"
     parameter: ClassVar[str] = "log2_threshold"
+    keeps_range = True
 
     log2_threshold: nn.Parameter
 
@@ -29,12 +30,6 @@ class TQTQuantizer(Quantizer):
     def raw_of(self, step: Tensor) -> Tensor:
         """The middle of the thresholds whose power of two is nearest to `step`."""
         return (step.log2() + math.log2(self.qmax + 1)).round() - 0.5
-
-    def set_bits(self, bits: int) -> None:
-        """Change the code range; the threshold stays."""
-        threshold = self.log2_threshold.detach().clone()
-        super().set_bits(bits)
-        self.log2_threshold.data.copy_(threshold)
 
     def quantize(self, x: Tensor) -> Tensor:
         """Values of x."""
