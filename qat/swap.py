@@ -81,7 +81,7 @@ def apply_plan(model: nn.Module, todo: Plan) -> nn.Module:
         if id(weight) not in tied:
             tied[id(weight)] = make_quantizer(e.weight, f"{e.name}.weight_quantizer", weight, cls.channel_axis)
         twin = cls.from_float(layer, tied[id(weight)], make_quantizer(e.act, f"{e.name}.input_quantizer", weight))
-        twin.reason, twin.fixed = e.reason, e.fixed
+        twin.reason, twin.fixed, twin.forward_mode = e.reason, e.fixed, e.forward
         twins[layer] = twin
     for parent in list(model.modules()):
         for key, child in parent._modules.items():
@@ -178,6 +178,7 @@ def live_plan(model: nn.Module) -> Plan:
             tensor(layer.weight_quantizer),
             tensor(layer.input_quantizer),
             layer.reason,
+            layer.forward_mode,
             layer.fixed,
         )
         for name, layer in quantized_layers(model).items()
