@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from qat import kernels
-from qat.functional._checks import QatFunction
+from qat.functional._checks import QatFunction, once_differentiable
 from qat.kernels import integer
 
 __all__ = ["Grid", "IntegerConv2d"]
