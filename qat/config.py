@@ -141,6 +141,7 @@ def bits_name(bits: Any, weight_bits: Any = None, act_bits: Any = None) -> str:
 METHODS = ("lsq", "ste", "lsq_plus", "pact", "dorefa", "ewgs", "tqt", "stochastic", "binary", "ternary")
 INITS = ("lsq", "minmax", "percentile", "mse")
 PLACEMENTS = ("layer",)
+FORWARDS = ("auto", "integer", "fake")
 LOGGERS = ("csv", "tensorboard")
 DATASETS = ("digits", "fashion_mnist", "cifar10", "cifar100", "imagenet", "imagefolder", "synthetic")
 
@@ -178,6 +179,9 @@ class QuantConfig:
     first_last_bits: Any = 8  # never fewer bits than asked for elsewhere; null: no exception
     rules: list[Rule] = field(default_factory=list)
     placement: str = "layer"
+    forward: str = (
+        "fake"  # fake: convolve float values; integer, auto: convolve codes where this machine does so exactly
+    )
     learn_input_scale: bool = False  # the image's scale: learning it needs the image's gradient, 7-9 % of a step
 
     def check(self) -> QuantConfig:
@@ -195,6 +199,7 @@ class QuantConfig:
             raise QatError(f"quant.act.granularity can only be tensor; got {self.act.granularity!r}")
         choose(self.method, METHODS, "quant.method")
         choose(self.placement, PLACEMENTS, "quant.placement")
+        choose(self.forward, FORWARDS, "quant.forward")
         if self.first_last_bits is not None:
             parse_bits(self.first_last_bits, "quant.first_last_bits")
         for rule in self.rules:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
+from qat.functional.integer import Grid, IntegerConv2d
+from qat.kernels import integer
 from qat.quantizers import MixedPrecisionQuantizer, Quantizer
 
 AnyQuantizer = Quantizer | MixedPrecisionQuantizer | nn.Identity
@@ -26,6 +29,7 @@ class QuantLayer(nn.Module):
 
     input_quantizer: AnyQuantizer
     weight_quantizer: AnyQuantizer
+    forward_mode: str = "fake"  # or integer: convolve codes
     reason: str = ""  # why it has these bits, for the plan
     fixed: bool = False  # an exception (first, last, rule), which set_bits without a match leaves alone
 
@@ -44,10 +48,47 @@ class QuantLayer(nn.Module):
         """Undo `from_float`, in place."""
         for name in ("weight_quantizer", "input_quantizer"):
             delattr(self, name)
-        for name in ("reason", "fixed"):
+        for name in ("reason", "fixed", "forward_mode"):
             self.__dict__.pop(name, None)
         self.__class__ = self.float_type  # type: ignore[assignment]
         return self
+
+    @classmethod
+    def takes_integers(cls, layer: nn.Module) -> bool:
+        """Whether a float layer of this type and geometry gains from an integer forward."""
+        return False
+
+    def on_integers(self, x: Tensor) -> bool:
+        """Whether to convolve codes here and now: as planned, and nothing watches or changes the values between."""
+        q, w = self.input_quantizer, self.weight_quantizer
+        return (
+            self.forward_mode == "integer"
+            and x.device.type == "cpu"
+            and x.dtype == self.weight.dtype == torch.float32
+            and x.numel() > 0
+            and type(x) in (Tensor, nn.Parameter)
+            and not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()
+            and not torch.is_autocast_enabled("cpu")
+            and isinstance(q, Quantizer)
+            and isinstance(w, Quantizer)
+            and q.enabled
+            and w.enabled
+            and q.is_calibrated
+            and q.observer is None
+            and not (q._forward_hooks or q._forward_pre_hooks or w._forward_hooks or w._forward_pre_hooks)
+            and integer.available()
+        )
+
+    def convolve(self, x: Tensor, weight: Tensor, geometry: Any) -> Tensor:
+        """Convolution of the codes of x (N, C, H, W) and of a weight (O, C / groups, kH, kW)."""
+        q, w = self.input_quantizer, self.weight_quantizer
+        assert isinstance(q, Quantizer)
+        assert isinstance(w, Quantizer)
+        grid, weight_grid = Grid(q.qmin, q.qmax, q.gain(x)), Grid(w.qmin, w.qmax, w.gain(weight))
+        train = torch.is_grad_enabled() and (x.requires_grad or q.scale.requires_grad)
+        y: Tensor = IntegerConv2d.apply(x, q.scale, weight, w.scale, self.bias, grid, weight_grid, geometry, train)[0]
+        return y
 
 
 class QuantConv2d(QuantLayer, nn.Conv2d):
@@ -57,7 +98,17 @@ class QuantConv2d(QuantLayer, nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve values of x (N, C, H, W) with values of the weight; padding is exact zero."""
+        if x.ndim == 4 and self.on_integers(x):
+            geometry = list(self.stride), list(self.padding), list(self.dilation), self.groups
+            return self.convolve(x, self.weight, geometry)
         return self._conv_forward(self.input_quantizer(x), self.weight_quantizer(self.weight), self.bias)
+
+    @classmethod
+    def takes_integers(cls, layer: nn.Module) -> bool:
+        """Zero padding, given in numbers, and not depthwise (which integers do not speed up)."""
+        assert isinstance(layer, nn.Conv2d)
+        depthwise = layer.groups > 1 and layer.groups == layer.in_channels
+        return layer.padding_mode == "zeros" and not isinstance(layer.padding, str) and not depthwise
 
 
 class QuantLinear(QuantLayer, nn.Linear):
@@ -67,7 +118,16 @@ class QuantLinear(QuantLayer, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply values of x (..., in_features) by values of the weight."""
+        if self.on_integers(x):
+            rows = x.reshape(-1, self.in_features, 1, 1)
+            y = self.convolve(rows, self.weight[:, :, None, None], ([1, 1], [0, 0], [1, 1], 1))
+            return y.reshape(*x.shape[:-1], self.out_features)
         return nn.functional.linear(self.input_quantizer(x), self.weight_quantizer(self.weight), self.bias)
+
+    @classmethod
+    def takes_integers(cls, layer: nn.Module) -> bool:
+        """Always: as a 1x1 convolution."""
+        return True
 
 
 LAYERS: dict[type[nn.Module], type[QuantLayer]] = {nn.Conv2d: QuantConv2d, nn.Linear: QuantLinear}

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from qat.config import Format, QatError, QuantConfig, check_granularity, closest, parse_bits, parse_format
+from qat.kernels import integer
 from qat.layers import LAYERS, QuantLayer
 from qat.quantizers import METHODS, Quantizer
 from qat.quantizers.base import spell
@@ -48,6 +49,7 @@ class PlanEntry:
     weight: TensorPlan | None
     act: TensorPlan | None
     reason: str
+    forward: str = "fake"  # or integer: codes are convolved, not values
     fixed: bool = False  # an exception (first, last, rule), which set_bits without a match leaves alone
 
 
@@ -87,7 +89,7 @@ class Plan:
     def to_dicts(self) -> list[dict[str, Any]]:
         """Plain dicts of the quantized entries, for checkpoints and JSON."""
         return [
-            {"name": e.name, "type": e.type, "reason": e.reason, "fixed": e.fixed}
+            {"name": e.name, "type": e.type, "reason": e.reason, "forward": e.forward, "fixed": e.fixed}
             | {
                 key: {
                     "bits": str(t.format),
@@ -122,7 +124,13 @@ class Plan:
             return cls(
                 [
                     PlanEntry(
-                        r["name"], r["type"], tensor(r["weight"]), tensor(r["act"]), r["reason"], bool(r["fixed"])
+                        r["name"],
+                        r["type"],
+                        tensor(r["weight"]),
+                        tensor(r["act"]),
+                        r["reason"],
+                        r["forward"],
+                        bool(r["fixed"]),
                     )
                     for r in rows
                 ]
@@ -179,6 +187,7 @@ def plan(model: nn.Module, config: QuantConfig | None = None, *, bits: Any = Non
             e.weight = e.act = None
             e.reason = f"float as asked: {e.reason}"
     check_groups(model, todo)
+    choose_forward(model, todo, config.forward)
     return result
 
 
@@ -335,6 +344,23 @@ def choose_method(t: TensorPlan, role: int, e: PlanEntry) -> None:
         t.learn = t.learn and quantizer.learns
         if quantizer.per_tensor:
             t.granularity = "tensor"
+
+
+def choose_forward(model: nn.Module, todo: list[PlanEntry], forward: str) -> None:
+    """Convolve codes wherever a layer can and this machine does so exactly, unless told not to."""
+    for e in todo:
+        layer = model.get_submodule(e.name)
+        plain = e.weight and e.act and e.weight.format.is_integer and e.act.format.is_integer
+        if (
+            forward != "fake"
+            and plain
+            and e.weight
+            and e.act
+            and (e.weight.method, e.act.method, e.weight.granularity) == ("lsq", "lsq", "channel")
+            and LAYERS[type(layer)].takes_integers(layer)
+            and integer.available()
+        ):
+            e.forward = "integer"
 
 
 def check_groups(model: nn.Module, todo: list[PlanEntry]) -> None:

@@ -91,7 +91,7 @@ def apply_plan(model: nn.Module, todo: Plan) -> nn.Module:
             swaps.append((e, layer, tied[id(weight)], act))
     for e, layer, weight_quantizer, act in swaps:
         quantized = LAYERS[type(layer)].from_float(layer, weight_quantizer, act)
-        quantized.reason, quantized.fixed = e.reason, e.fixed
+        quantized.reason, quantized.fixed, quantized.forward_mode = e.reason, e.fixed, e.forward
     if swaps:
         install_loading(model)
     return model
@@ -201,6 +201,7 @@ def live_plan(model: nn.Module) -> Plan:
             tensor(layer.weight_quantizer),
             tensor(layer.input_quantizer),
             layer.reason,
+            layer.forward_mode,
             layer.fixed,
         )
         for name, layer in quantized_layers(model).items()

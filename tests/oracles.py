@@ -158,9 +158,7 @@ def lsq(
 
 
 @quiet
-def lsq_plus(
-    x: Array, g: Array, *, scale: Array, offset: Array, qmin: int, qmax: int, gain: float, **_: Any
-) -> Result:
+def lsq_plus(x: Array, g: Array, *, scale: Array, offset: Array, qmin: int, qmax: int, gain: float, **_: Any) -> Result:
     """Bhalgat 2020, eqs. 4-8, with the offset beta = -z s for an integer z: beta's gradient is 1 outside, 0 inside."""
     z = float(np.clip(np.rint(offset), qmin, qmax).item())
     result = learned(x, g, scale, qmin - z, qmax - z, None, gain, BYTE)

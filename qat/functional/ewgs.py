@@ -25,8 +25,8 @@ class EWGS(QatFunction):
         check_scale(x, scale, axis, "EWGS")
         check_range(qmin, qmax, "EWGS")
         s = kernels.positive(scale)
-        codes, residue = kernels.encode(x, s, qmin, qmax, axis, lean=True)
-        return kernels.decode(codes, s, axis).to(x.dtype), residue
+        result: tuple[Tensor, Tensor] = kernels.fake_quantize(x, s, qmin, qmax, axis, lean=True)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -28,8 +28,8 @@ class LSQ(QatFunction):
         check_scale(x, scale, axis, "LSQ")
         check_range(qmin, qmax, "LSQ")
         s = kernels.positive(scale)
-        codes, residue = kernels.encode(x, s, qmin, qmax, axis, lean)
-        return kernels.decode(codes, s, axis).to(x.dtype), residue
+        result: tuple[Tensor, Tensor] = kernels.fake_quantize(x, s, qmin, qmax, axis, lean)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> None:

@@ -31,8 +31,8 @@ class LSQPlus(QatFunction):
         check_range(qmin, qmax, "LSQPlus")
         check_scale(x, offset, None, "LSQPlus", "offset")
         s, z = kernels.positive(scale), zero_point(offset, qmin, qmax).reshape(())
-        codes, residue = kernels.encode(x, s, qmin - z, qmax - z, None, lean=True)
-        return kernels.decode(codes, s, None).to(x.dtype), residue
+        result: tuple[Tensor, Tensor] = kernels.fake_quantize(x, s, qmin - z, qmax - z, None, lean=True)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

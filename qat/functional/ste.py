@@ -26,9 +26,8 @@ class STE(QatFunction):
         check_scale(x, scale, axis, "STE")
         check_range(qmin, qmax, "STE")
         s = kernels.positive(scale)
-        codes, residue = kernels.encode(x, s, qmin, qmax, axis, lean=True)
-        assert residue is not None
-        return kernels.decode(codes, s, axis).to(x.dtype), residue
+        result: tuple[Tensor, Tensor] = kernels.fake_quantize(x, s, qmin, qmax, axis, lean=True)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -36,8 +36,8 @@ class TQT(QatFunction):
         check_scale(x, log2_threshold, axis, "TQT", "log2_threshold")
         check_range(qmin, qmax, "TQT")
         s = power_of_two_step(log2_threshold, qmax)
-        codes, residue = kernels.encode(x, s, qmin, qmax, axis, lean=True)
-        return kernels.decode(codes, s, axis).to(x.dtype), residue
+        result: tuple[Tensor, Tensor] = kernels.fake_quantize(x, s, qmin, qmax, axis, lean=True)
+        return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

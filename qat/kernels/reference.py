@@ -73,6 +73,35 @@ def encode(
     return codes, torch.where(v == inside, residue, marks).to(torch.int8)
 
 
+def fake_quantize(
+    x: Tensor, scale: Tensor, qmin: Bound, qmax: Bound, axis: int | None, lean: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Values in x's dtype, decode(encode(x)), and with `lean` the residue."""
+    codes, residue = encode(x, scale, qmin, qmax, axis, lean)
+    return decode(codes, scale, axis).to(x.dtype), residue
+
+
+def encode_bytes(
+    x: Tensor, scale: Tensor, qmin: Bound, qmax: Bound, shift: int | Tensor, lean: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Codes as uint8, shifted by `shift`; with `lean` the residue; and whether there was a NaN, which no byte holds."""
+    codes, residue = encode(x, scale, qmin, qmax, None, lean)
+    poisoned = codes.isnan()
+    return torch.where(poisoned, 0.0, codes + shift).to(torch.uint8), residue, poisoned.any()
+
+
+def decode_bytes(codes: Tensor, scale: Tensor, shift: int | Tensor) -> Tensor:
+    """Values of the codes that `encode_bytes` makes, float32."""
+    return (codes.float() - shift) * scale.reshape(())
+
+
+def encode_weight(w: Tensor, scale: Tensor, qmin: Bound, qmax: Bound) -> tuple[Tensor, Tensor]:
+    """Codes of a weight with one scale per first dimension, as int8; and which of those channels had a NaN."""
+    codes, _ = encode(w, scale, qmin, qmax, 0)
+    poisoned = codes.isnan()
+    return torch.where(poisoned, 0.0, codes).to(torch.int8), poisoned.flatten(1).any(1)
+
+
 def clamp(v: Tensor, qmin: Bound, qmax: Bound) -> Tensor:
     """v limited to qmin..qmax, both numbers or both tensors; NaN stays NaN."""
     return v.clamp(qmin, qmax)  # type: ignore[arg-type]
@@ -110,7 +139,7 @@ def slope(residue: Tensor, qmin: Bound, qmax: Bound, steps: float = STEPS) -> Te
 
 
 def lsq_grad_exact(
-    g: Tensor, x: Tensor, scale: Tensor, qmin: int, qmax: int, axis: int | None, needs: tuple[bool, bool]
+    g: Tensor, x: Tensor, scale: Tensor, qmin: Bound, qmax: Bound, axis: int | None, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of (x, scale) from x itself, for tensors that stay alive anyway (weights); those that are needed.
 
@@ -119,7 +148,7 @@ def lsq_grad_exact(
         d values / d scale  round(v) - v inside, qmin below, qmax above
     """
     v = x.float() / broadcast(scale, x.ndim, axis)
-    clamped = v.clamp(qmin, qmax)
+    clamped = clamp(v, qmin, qmax)
     inside = v == clamped
     g = g.float()
     # clamped - clamped is 0, or NaN where x was NaN
