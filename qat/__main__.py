@@ -11,10 +11,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-import torch
-
 from qat.config import QatError, QuantConfig, closest
-from qat.models import build
+from qat.models import skeleton
 from qat.planning import plan as plan_
 
 __all__ = ["COMMANDS", "main"]
@@ -22,9 +20,7 @@ __all__ = ["COMMANDS", "main"]
 
 def plan(model: str, bits: str = "4", method: str = "lsq", json: bool = False) -> None:
     """Print what would be quantized in a torchvision model, and why."""
-    with torch.device("meta"):  # no memory, no weights
-        network, _ = build(model)
-    todo = plan_(network, QuantConfig(bits=bits, method=method))
+    todo = plan_(skeleton(model), QuantConfig(bits=bits, method=method))
     print(json_.dumps(todo.to_dicts(), indent=2) if json else todo)
 
 

@@ -138,7 +138,7 @@ def bits_name(bits: Any, weight_bits: Any = None, act_bits: Any = None) -> str:
 
 # --- the configuration tree -------------------------------------------------------------------------------------------
 
-METHODS = ("lsq", "ste", "lsq_plus", "pact", "dorefa", "ewgs", "tqt", "stochastic", "binary", "ternary")
+METHODS: dict[str, Any] = {}  # by name: the table of qat.quantizers, which fills it; a caller may add to it
 INITS = ("lsq", "minmax", "percentile", "mse")
 PLACEMENTS = ("layer",)
 FORWARDS = ("auto", "integer", "fake")
@@ -337,8 +337,9 @@ def closest(name: str, known: Iterable[str], n: int = 3) -> str:
     return f" (closest: {', '.join(found)})" if found else ""
 
 
-def choose(value: str, known: Sequence[str], where: str) -> str:
+def choose(value: str, known: Iterable[str], where: str) -> str:
     """Return `value` if it is one of `known`, else raise QatError."""
+    known = tuple(known)
     if value not in known:
         raise QatError(f"{where} must be one of {', '.join(known)}; got {value!r}{closest(str(value), known, 1)}")
     return value

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from qat.config import QatError, closest
 from qat.files import read_checkpoint
 
-__all__ = ["build", "check_input", "names", "without_prefix"]
+__all__ = ["build", "check_input", "names", "skeleton", "without_prefix"]
 
 PREFIX = "model."
 """Where a Lightning module keeps the model, and so how its state dict names it."""
@@ -62,6 +63,25 @@ def build(
     if checkpoint is not None:
         return model, load(model, read_state(checkpoint), str(checkpoint))
     return model, False
+
+
+class EmptyOnMeta(TorchFunctionMode):
+    """Within it `torch.empty`, which makes all parameters, takes no memory; other tensors have values as ever."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
+
+
+def skeleton(name: str) -> nn.Module:
+    """A classifier on the meta device: names, types and shapes, at once and in no memory, whatever its size.
+
+    Raises:
+        QatError: unknown name.
+    """
+    with EmptyOnMeta():  # under torch.device("meta") RegNets cannot be built: they compute their widths with tensors
+        model, _ = build(name)
+    return model.to("meta")
 
 
 def download(name: str, weights: str) -> dict[str, Any]:

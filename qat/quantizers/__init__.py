@@ -1,8 +1,10 @@
 """Quantizers: modules that own scale state, one method per file.
 
-`METHODS` maps a `quant.method` name to its quantizers of (weights, activations). A new method is a class and a row.
+`METHODS` maps a `quant.method` name to its quantizers of (weights, activations). A new method is a class and a row: the
+table is the one that `qat.config` checks names with, and a caller may add to it.
 """
 
+from qat import config
 from qat.quantizers.base import Quantizer
 from qat.quantizers.binary import BinaryActivationQuantizer, BinaryQuantizer
 from qat.quantizers.dorefa import DoReFaActivationQuantizer, DoReFaQuantizer
@@ -18,7 +20,8 @@ from qat.quantizers.stochastic import StochasticQuantizer
 from qat.quantizers.ternary import TernaryQuantizer
 from qat.quantizers.tqt import TQTQuantizer
 
-METHODS: dict[str, tuple[type[Quantizer], type[Quantizer]]] = {
+METHODS: dict[str, tuple[type[Quantizer], type[Quantizer]]] = config.METHODS
+METHODS |= {
     "lsq": (LSQQuantizer, LSQQuantizer),
     "ste": (STEQuantizer, STEQuantizer),
     "lsq_plus": (LSQPlusWeightQuantizer, LSQPlusQuantizer),

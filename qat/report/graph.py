@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qat.config import QatError, QuantConfig, closest
-from qat.models import build
+from qat.models import skeleton
 from qat.planning import Plan, plan
 from qat.quantizers import Observer, Quantizer
 from qat.swap import apply_plan
@@ -38,8 +38,7 @@ def draw_layer(name: str, layer: str, config: QuantConfig | None = None) -> Any:
     Raises:
         QatError: no such model or layer, the layer stays float, torchviz is not installed.
     """
-    with torch.device("meta"):
-        model, _ = build(name)
+    model = skeleton(name)
     todo = plan(model, config)
     entries = {e.name: e for e in todo.entries}
     if layer not in entries:
