@@ -9,7 +9,7 @@ Conventions that the papers leave open or set otherwise (docs/methods.md gives t
     x            is rounded to float32 first: the arithmetic is float32 whatever comes in
     rounding     half to even
     scale        as used is max(|raw|, 2^-60); its gradient carries the sign of the raw value, +1 at 0
-    inside       qmin <= x / s <= qmax, the ends included (LSQ's paper leaves them out; TQT's takes round(x / s) in place
+    inside       qmin <= x / s <= qmax, the ends included (LSQ's paper leaves them out; TQT's has round(x / s) in place
                  of x / s, half a step more on each side; PACT's x >= alpha is kept)
     NaN          stays NaN, and so does its gradient, unless the gradient passes everywhere
 """
@@ -158,9 +158,7 @@ def lsq(
 
 
 @quiet
-def lsq_plus(
-    x: Array, g: Array, *, scale: Array, offset: Array, qmin: int, qmax: int, gain: float, **_: Any
-) -> Result:
+def lsq_plus(x: Array, g: Array, *, scale: Array, offset: Array, qmin: int, qmax: int, gain: float, **_: Any) -> Result:
     """Bhalgat 2020, eqs. 4-8, with the offset beta = -z s for an integer z: beta's gradient is 1 outside, 0 inside."""
     z = float(np.clip(np.rint(offset), qmin, qmax).item())
     result = learned(x, g, scale, qmin - z, qmax - z, None, gain, BYTE)

@@ -57,7 +57,8 @@ def call(name: str, x: Tensor, state: dict[str, Tensor], options: dict[str, Any]
 def tensors(name: str, state: dict[str, np.ndarray], device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """The state as float32 tensors, what is learned with gradients."""
     return {
-        k: torch.from_numpy(np.asarray(v)).to(device).requires_grad_(k in FUNCTIONS[name].learned) for k, v in state.items()
+        k: torch.from_numpy(np.asarray(v)).to(device).requires_grad_(k in FUNCTIONS[name].learned)
+        for k, v in state.items()
     }
 
 
@@ -167,7 +168,9 @@ def test_every_function_has_an_oracle():
     classes = {n for n in F.__all__ if isinstance(getattr(F, n), type)}
     assert classes == set(FUNCTIONS)
     typed = set(F.__all__) - classes
-    assert {n.replace("_", "") for n in typed} == {n.lower() for n in classes} - {"leanrelu", "leanreluinplace"} | {"relu"}
+    assert {n.replace("_", "") for n in typed} == {n.lower() for n in classes} - {"leanrelu", "leanreluinplace"} | {
+        "relu"
+    }
 
 
 def test_every_method_has_an_oracle():
@@ -378,7 +381,7 @@ def test_division_is_true_division():
     assert differ > 1000
 
 
-# --- precision ----------------------------------------------------------------------------------------------------------
+# --- precision --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -414,7 +417,7 @@ def test_fp16_gradients_do_not_overflow(name):
                 assert learned[key].grad.abs() > 65504
 
 
-# --- properties -----------------------------------------------------------------------------------------------------------
+# --- properties -------------------------------------------------------------------------------------------------------
 
 finite = st.floats(-1000, 1000, width=32)
 vectors = hnp.arrays(np.float32, hnp.array_shapes(max_dims=1, max_side=16), elements=finite)
@@ -651,7 +654,7 @@ def test_stochastic_rounding_is_unbiased():
     assert ((mean - x.double()).abs() <= 4 * error + 0.3 / draws).all()
 
 
-# --- independent implementations ------------------------------------------------------------------------------------------
+# --- independent implementations --------------------------------------------------------------------------------------
 
 
 def away_from_the_ends(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
@@ -725,7 +728,10 @@ def test_torch_fake_quantize(qmin, qmax):
         assert torch.equal(a, b)
         a.sum().backward(), b.sum().backward()
         assert torch.equal(mine.grad, theirs.grad)
-        assert torch.equal(F.ste(x, torch.tensor([2.0**k]), qmin, qmax), torch.fake_quantize_per_tensor_affine(x, 2.0**k, 0, qmin, qmax))
+        assert torch.equal(
+            F.ste(x, torch.tensor([2.0**k]), qmin, qmax),
+            torch.fake_quantize_per_tensor_affine(x, 2.0**k, 0, qmin, qmax),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -782,10 +788,12 @@ def test_published_numbers():
     # XNOR-Net eq. 6 and TWN eqs. 5-6: means of |w|
     w = torch.tensor([-0.3, 0.1, 0.2, -1.0])
     assert F.binary(w).abs().unique().item() == pytest.approx(0.4)
-    assert F.ternary(w).tolist() == pytest.approx([-0.65, 0.0, 0.0, -0.65]) or F.ternary(w).tolist() == pytest.approx([0.0, 0.0, 0.0, -1.0])
+    assert F.ternary(w).tolist() == pytest.approx([-0.65, 0.0, 0.0, -0.65]) or F.ternary(w).tolist() == pytest.approx(
+        [0.0, 0.0, 0.0, -1.0]
+    )
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -10,7 +10,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
 import qat
 from qat import models

@@ -225,7 +225,9 @@ def test_forward_and_backward(method, weight, monkeypatch):
             x = data(weight, signed)
             q = ready(method, weight, bits, x, signed, **how)
             with torch.no_grad():
-                q.raw.mul_(-0.7 if method != "tqt" and not weight else 0.7)  # off the initial one, some beyond the range
+                q.raw.mul_(
+                    -0.7 if method != "tqt" and not weight else 0.7
+                )  # off the initial one, some beyond the range
             g = rng.choice([-1.0, -0.5, 0.25, 0.75], tuple(x.shape))
             noise = torch.rand((x.numel() // how["group"], how["group"]) if "group" in how else x.shape)
             monkeypatch.setattr(torch, "rand_like", lambda *_, noise=noise, **__: noise)
@@ -369,7 +371,9 @@ def test_lsq_plus_activations(kind, bits):
 
 
 @every
-@pytest.mark.parametrize("kind", ["zeros", "one dead channel", "constant", "negative constant", "tiny", "huge", "one value"])
+@pytest.mark.parametrize(
+    "kind", ["zeros", "one dead channel", "constant", "negative constant", "tiny", "huge", "one value"]
+)
 def test_calibration_of_poor_data(method, weight, kind):
     """Zero, constant, tiny and huge tensors and dead channels: a positive, finite step, finite values and gradients."""
     role = role_of(method, weight)
@@ -697,7 +701,9 @@ def test_state_dict(method, weight):
             assert torch.equal(fresh(x), q(x))
             if q.integer:
                 assert torch.equal(fresh.decode(fresh.encode(x)), q(x))
-            assert {k: v.shape for k, v in fresh.state_dict().items()} == {k: v.shape for k, v in q.state_dict().items()}
+            assert {k: v.shape for k, v in fresh.state_dict().items()} == {
+                k: v.shape for k, v in q.state_dict().items()
+            }
 
 
 @pytest.mark.parametrize(("method", "weight"), kinds(scaled=False))
