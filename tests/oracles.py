@@ -9,7 +9,7 @@ Conventions that the papers leave open or set otherwise (docs/methods.md gives t
     x            is rounded to float32 first: the arithmetic is float32 whatever comes in
     rounding     half to even
     scale        as used is max(|raw|, 2^-60); its gradient carries the sign of the raw value, +1 at 0
-    inside       qmin <= x / s <= qmax, the ends included (LSQ's paper leaves them out; TQT's takes round(x / s) in place
+    inside       qmin <= x / s <= qmax, the ends included (LSQ's paper leaves them out; TQT's has round(x / s) in place
                  of x / s, half a step more on each side; PACT's x >= alpha is kept)
     NaN          stays NaN, and so does its gradient, unless the gradient passes everywhere
 """

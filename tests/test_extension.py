@@ -1,4 +1,4 @@
-"""A method from outside: the code in CONTRIBUTING.md's "Adding a method" works as it stands there, on the whole path."""
+"""A method from outside: the code in CONTRIBUTING.md's "Adding a method" works as it stands there."""
 
 import copy
 import pickle
@@ -50,7 +50,7 @@ def network():
 def test_one_table_holds_the_methods():
     """The names that the configuration takes are the rows that there are."""
     assert config.METHODS is quantizers.METHODS
-    with pytest.raises(QatError, match="quant.method must be one of lsq, ste, .*; got 'qil'"):
+    with pytest.raises(QatError, match=r"quant.method must be one of lsq, ste, .*; got 'qil'"):
         qat.QuantConfig(method="qil").check()
 
 
@@ -96,8 +96,9 @@ def test_function_keeps_the_promises_of_the_others(qil):
     assert torch.equal(compiled(x), values(x))
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8, "w4a8"])
-@pytest.mark.parametrize("granularity", ["channel", "tensor", 9])
+@pytest.mark.parametrize(
+    ("bits", "granularity"), [(2, "channel"), (3, "channel"), (8, "channel"), ("w4a8", "tensor"), (4, 9)]
+)
 def test_from_quantize_to_load(qil, bits, granularity, tmp_path):
     settings = qat.QuantConfig(bits=bits, method="qil", weight=qat.TensorConfig(granularity=granularity))
     model = qat.quantize(network(), settings)

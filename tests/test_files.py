@@ -256,6 +256,12 @@ def test_a_complete_run_is_not_resumed(here: Path):
     assert resume_point(Config(recipe=RecipeConfig(5, 9)), folder)
 
 
+def test_a_run_of_no_quantized_epochs_goes_on_with_some(here: Path):
+    folder = make_run(here / "run", Config(recipe=RecipeConfig(5, 0)), stage="float")
+    (folder / "metrics.json").write_text("{}")
+    assert resume_point(Config(recipe=RecipeConfig(5, 3)), folder)["epoch"] == 4
+
+
 @pytest.mark.parametrize("content", [{}, {"qat": {}}, {"qat": 3}, {"qat": {"stage": "float"}}], ids=repr)
 def test_a_checkpoint_that_train_did_not_write(here: Path, content: dict[str, Any]):
     folder = make_run(here / "run")

@@ -381,7 +381,7 @@ def test_division_is_true_division():
     assert differ > 1000
 
 
-# --- precision ----------------------------------------------------------------------------------------------------------
+# --- precision --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -417,7 +417,7 @@ def test_fp16_gradients_do_not_overflow(name):
                 assert learned[key].grad.abs() > 65504
 
 
-# --- properties -----------------------------------------------------------------------------------------------------------
+# --- properties -------------------------------------------------------------------------------------------------------
 
 finite = st.floats(-1000, 1000, width=32)
 vectors = hnp.arrays(np.float32, hnp.array_shapes(max_dims=1, max_side=16), elements=finite)
@@ -654,7 +654,7 @@ def test_stochastic_rounding_is_unbiased():
     assert ((mean - x.double()).abs() <= 4 * error + 0.3 / draws).all()
 
 
-# --- independent implementations ------------------------------------------------------------------------------------------
+# --- independent implementations --------------------------------------------------------------------------------------
 
 
 def away_from_the_ends(x: Tensor, step: Tensor, low: float, high: float) -> Tensor:
@@ -793,7 +793,7 @@ def test_published_numbers():
     )
 
 
-# --- errors ---------------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

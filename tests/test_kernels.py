@@ -241,7 +241,7 @@ def test_lean_gradients(clipped):
 
 @pytest.mark.parametrize("name", ["LSQ", "EWGS", "TQT", "Stochastic"])
 def test_residue_worst_case(name):
-    """One element per scale: a slope is off by at most half a step of the byte; the bound is reached, in both senses."""
+    """One element per scale: a slope is off by at most half a step of the byte; it is reached, in both senses."""
     n, steps = 4001, 126 if name == "Stochastic" else 252
     x = torch.linspace(0.01, 2.99, n)
     noise = torch.full((n,), 0.5)

@@ -361,6 +361,14 @@ def test_resumed_runs_equal_an_undisturbed_one(run: Run, monkeypatch: pytest.Mon
         lambda patch: kill_at(patch, "quantized", 1),
         lambda patch: kill_after_training(patch, "quantized"),
     ]
+    epochs: list[tuple[str, int]] = []
+    start_of_epoch = Classifier.on_train_epoch_start
+
+    def on_train_epoch_start(self: Classifier) -> None:
+        epochs.append((self.stage, self.current_epoch))
+        start_of_epoch(self)
+
+    monkeypatch.setattr(Classifier, "on_train_epoch_start", on_train_epoch_start)
     for number, end in enumerate(ends):
         with monkeypatch.context() as patch:
             end(patch)
@@ -372,6 +380,8 @@ def test_resumed_runs_equal_an_undisturbed_one(run: Run, monkeypatch: pytest.Mon
     assert "resumed in the quantized stage" in outcome.out
     (disturbed,) = set(folders(Path.cwd())) - {undisturbed}
     assert_same_run(undisturbed, disturbed)
+    twice = [("float", 1), ("quantized", 1)]  # only the epochs that were not complete
+    assert epochs == sorted([("float", 0), ("quantized", 0), *twice, *twice])
 
 
 def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch):

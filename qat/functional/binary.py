@@ -60,7 +60,7 @@ class Binary(QatFunction):
 def binary(w: Tensor, axis: int | None = None) -> Tensor:
     """Binarize a weight: its signs times its mean magnitude (XNOR-Net eqs. 4-6).
 
-        values = a * sign(w),   a = mean |w|   (per tensor, or per channel of n weights),   sign(0) = +1
+        values = a * sign(w),   a = mean |w|   (per tensor, or per channel of n weights; >= 2^-60),   sign(0) = +1
         dL/dw  = a * dL/dvalues * [|w| <= 1]  +  sign(w) / n * sum of dL/dvalues * sign(w)
 
     The second term is the chain rule through `a`. (The paper writes it for one weight alone, as if each had its own a;

@@ -70,6 +70,9 @@ def tqt(x: Tensor, log2_threshold: Tensor, qmin: int, qmax: int, axis: int | Non
         dL/dx      = dL/dvalues where qmin <= v <= qmax, else 0
         dL/dlog2 t = gain * s ln 2 * sum dL/dvalues * (round(v) - v inside; qmin below; qmax above)
 
+    Inside is where v lies within the range, as for all methods here; the paper takes round(v) (eqs. 6-7), which lets
+    half a step more pass at each end. Thresholds beyond 2^+-40 are used as that.
+
     Args:
         x: floating tensor of any shape.
         log2_threshold: float32, one element, or one per channel of `axis`; any sign.
