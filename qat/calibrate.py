@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from qat.config import QatError
 from qat.quantizers import Observer, Quantizer
-from qat.swap import disabled, initialise_weights, quantized_layers, quantizers_of
+from qat.swap import all_or_nothing, check_scale, disabled, initialise_weights, quantized_layers, quantizers_of
 
 __all__ = ["calibrate"]
 
@@ -48,9 +48,12 @@ def calibrate(model: nn.Module, batches: Iterable[Any] | None = None) -> None:
     }
     if inputs and batches is None:
         raise QatError(f"{len(inputs)} activations need data: qat.calibrate(model, batches)")
+    if isinstance(batches, Tensor):
+        raise QatError("expected an iterable of batches, got one tensor: qat.calibrate(model, [batch])")
+    everything = [m for m in model.modules() if isinstance(m, Quantizer)]
     # Under a caller's inference_mode, new tensors could never enter autograd again: step out of it.
-    with torch.inference_mode(False), torch.no_grad():
-        observers = observe(model, inputs, batches or ())
+    with torch.inference_mode(False), torch.no_grad(), all_or_nothing(everything):
+        observers = observe(model, inputs, () if batches is None else batches)
         unreached = [name for name, observer in observers.items() if observer.total == 0]
         if inputs and len(unreached) == len(inputs):
             raise QatError("no calibration data: expected batches of inputs, got none (an iterator already used up?)")
@@ -58,6 +61,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any] | None = None) -> None:
         for name, quantizer in inputs.items():
             if name not in unreached:
                 quantizer.calibrate(observers[name])
+                check_scale(quantizer)
     if unreached:
         warnings.warn(
             f"no calibration data reached {', '.join(unreached)}: unused, or a module around them reads their weights "
@@ -71,22 +75,21 @@ def observe(model: nn.Module, inputs: dict[str, Quantizer], batches: Iterable[An
     observers = {name: Observer() for name in inputs}
     modes = {module: module.training for module in model.modules()}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    last = None
+    reached: set[str] = set()
     try:
-        model.eval()
-        for name, quantizer in inputs.items():
-            quantizer.observer = observers[name]
         with disabled(model):
-            for last in batches:
-                run(model, last, device)
-            if last is not None and any(observer.total == 0 for observer in observers.values()):
-                # Auxiliary heads run only in training: let the containers, but no norm or dropout, believe it is.
-                for module in modes:
-                    module.training = next(module.children(), None) is not None
-                run(model, last, device)
+            for batch in batches:
+                before = {name: observer.total for name, observer in observers.items()}
+                attach(inputs, observers)
+                for module in modes:  # not model.eval(): an override might change weights, and is not undone
+                    module.training = False
+                run(model, batch, device)
+                reached |= {name for name, observer in observers.items() if observer.total > before[name]}
+                if len(reached) < len(inputs):
+                    attach(inputs, {name: o for name, o in observers.items() if name not in reached})
+                    run_as_if_training(model, batch, device)
     finally:
-        for quantizer in inputs.values():
-            quantizer.observer = None
+        attach(inputs, {})
         for module, mode in modes.items():
             module.training = mode
     for observer in observers.values():
@@ -94,12 +97,38 @@ def observe(model: nn.Module, inputs: dict[str, Quantizer], batches: Iterable[An
     return observers
 
 
+def attach(inputs: dict[str, Quantizer], observers: Mapping[str, Observer]) -> None:
+    """Give every input quantizer its observer, or none."""
+    for name, quantizer in inputs.items():
+        quantizer.observer = observers.get(name)
+
+
+def run_as_if_training(model: nn.Module, batch: Any, device: torch.device) -> None:
+    """One forward that reaches what runs only in training, such as auxiliary heads; norms and dropout stay in eval."""
+    for module in model.modules():
+        module.training = next(module.children(), None) is not None
+    try:
+        run(model, batch, device)
+    except QatError:
+        raise
+    except Exception:  # a model that needs its targets in training, for instance: what is hidden stays unreached
+        return
+
+
 def run(model: nn.Module, batch: Any, device: torch.device) -> None:
     """One forward of a batch in any of the forms that `calibrate` takes."""
     if isinstance(batch, Mapping):
-        model(**{key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()})
+        model(**{key: place(value, device) for key, value in batch.items()})
         return
     x = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if not isinstance(x, Tensor):
         raise QatError(f"expected batches of tensors, (input, ...) tuples or dicts; got {type(x).__name__}")
-    model(x.to(device))
+    model(place(x, device))
+
+
+def place(value: Any, device: torch.device) -> Any:
+    """A tensor on the model's device; copied if it is from inference mode, since nothing may write to such a one."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.to(device)
+    return value.clone() if value.is_inference() else value

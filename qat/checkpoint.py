@@ -9,15 +9,13 @@ from torch import nn
 
 from qat.config import QatError
 from qat.files import read_checkpoint, write_checkpoint
-from qat.models import build
+from qat.models import build, without_prefix
 from qat.planning import Plan
-from qat.swap import apply_plan, live_plan, quantizers_of
+from qat.swap import apply_plan, dequantize, live_plan, quantizers_of
 
 __all__ = ["describe", "load", "save"]
 
 FORMAT = 1
-PREFIX = "model."
-"""Where a Lightning module keeps the model, and so how its state dict names it."""
 
 
 def describe(model: nn.Module, builder: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -40,7 +38,15 @@ def save(model: nn.Module, path: str | Path, builder: dict[str, Any] | None = No
         path: the file.
         builder: see `describe`; without it `load` needs the float model.
     """
+    model = unwrap(model)
     write_checkpoint({"state_dict": model.state_dict(), "qat": describe(model, builder)}, path)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside the wrappers of torch.compile and data parallelism, whose names it has."""
+    while hasattr(model, "_orig_mod") or isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module  # type: ignore[assignment]
+    return model
 
 
 def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
@@ -65,21 +71,24 @@ def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
         )
     if about.get("format") != FORMAT:
         raise QatError(f"{path} has checkpoint format {about.get('format')!r}; this version reads {FORMAT}")
+    plan = Plan.from_dicts(about.get("plan") or [])
     if model is None:
         builder = about.get("builder")
         if not isinstance(builder, dict):
             raise QatError(f"{path} was saved from a model of your own: qat.load(path, model=YourModel())")
-        model, _ = build(str(builder.get("name")), int(builder.get("num_classes", 1000)))
-    state = content["state_dict"]
-    own = {k.removeprefix(PREFIX): v for k, v in state.items() if k.startswith(PREFIX)}
-    if len(own) != len(state):
-        own = state
-    plan = Plan.from_dicts(about.get("plan") or [])
+        classes = builder.get("num_classes", 1000)
+        model, _ = build(str(builder.get("name")), classes if isinstance(classes, int) else 1000)
     if plan.entries:
-        model = apply_plan(model, plan)
+        apply_plan(model, plan)
+    state = without_prefix(content["state_dict"], model)
     try:
-        model.load_state_dict(own)
-    except RuntimeError as error:
+        absent = [key for key in model.state_dict() if key.endswith(".calibrated") and key not in state]
+        if absent:  # load_state_dict would take a state dict without any for a float one
+            raise RuntimeError(f"it lacks the state of quantizers, such as {absent[0]!r}")
+        model.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        if plan.entries:
+            dequantize(model)
         lines = [line.strip() for line in str(error).split("\n")]
         raise QatError(f"{path} does not fit {type(model).__name__}: {' '.join(lines[1:2]) or lines[0]}") from None
     return model.eval()

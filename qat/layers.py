@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
@@ -17,8 +17,8 @@ AnyQuantizer = Quantizer | MixedPrecisionQuantizer | nn.Identity
 class QuantLayer(nn.Module):
     """A float layer's own state and hyper-parameters, plus two quantizers.
 
-    Nothing is cloned: parameters, buffers, hooks and attributes are the float layer's, so optimizers, tied weights and
-    float checkpoints keep working. A quantizer is `nn.Identity` where that tensor stays float.
+    It is the float layer itself, of another class: parameters, buffers, hooks and attributes stay, so optimizers, tied
+    weights and float checkpoints keep working. A quantizer is `nn.Identity` where that tensor stays float.
     """
 
     float_type: ClassVar[type[nn.Module]]
@@ -31,17 +31,23 @@ class QuantLayer(nn.Module):
 
     @classmethod
     def from_float(cls, layer: nn.Module, weight_quantizer: AnyQuantizer, input_quantizer: AnyQuantizer) -> Self:
-        """Make the quantized twin of a float layer, which shares all its state."""
-        quantized = retype(layer, cls)
-        quantized.weight_quantizer = weight_quantizer
-        quantized.input_quantizer = input_quantizer
-        return quantized
+        """Turn a float layer into this quantized one, in place: whoever holds the layer holds the quantized one."""
+        # As torch's own parametrizations and lazy modules do it. A second object would leave the float layer working,
+        # unquantized, for lists, closures, hooks and compiled code that hold it.
+        layer.__class__ = cls
+        assert isinstance(layer, cls)
+        layer.weight_quantizer = weight_quantizer.train(layer.training)
+        layer.input_quantizer = input_quantizer.train(layer.training)
+        return layer
 
     def to_float(self) -> nn.Module:
-        """Make the float twin, which shares all state but the quantizers."""
-        layer = retype(self, self.float_type)
-        del layer._modules["weight_quantizer"], layer._modules["input_quantizer"]
-        return layer
+        """Undo `from_float`, in place."""
+        for name in ("weight_quantizer", "input_quantizer"):
+            delattr(self, name)
+        for name in ("reason", "fixed"):
+            self.__dict__.pop(name, None)
+        self.__class__ = self.float_type  # type: ignore[assignment]
+        return self
 
 
 class QuantConv2d(QuantLayer, nn.Conv2d):
@@ -65,11 +71,3 @@ class QuantLinear(QuantLayer, nn.Linear):
 
 
 LAYERS: dict[type[nn.Module], type[QuantLayer]] = {nn.Conv2d: QuantConv2d, nn.Linear: QuantLinear}
-
-
-def retype(module: nn.Module, cls: type[nn.Module]) -> Any:
-    """A module of another class with the same attributes, Parameters, buffers and hooks; submodules listed apart."""
-    twin = cls.__new__(cls)
-    twin.__dict__.update(module.__dict__)
-    twin._modules = dict(module._modules)
-    return twin

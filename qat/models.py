@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import http.client
+import re
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,10 @@ from torch.overrides import TorchFunctionMode
 from qat.config import QatError, closest
 from qat.files import read_checkpoint
 
-__all__ = ["build", "check_input", "names", "skeleton"]
+__all__ = ["build", "check_input", "names", "skeleton", "without_prefix"]
+
+PREFIX = "model."
+"""Where a Lightning module keeps the model, and so how its state dict names it."""
 
 
 @functools.cache
@@ -49,7 +55,8 @@ def build(
         raise QatError(f"no model {name!r}{closest(name, names())}; expected a torchvision classifier")
     if weights is not None and checkpoint is not None:
         raise QatError("give model.weights or model.checkpoint, not both")
-    arguments: dict[str, Any] = {"init_weights": True} if name in ("googlenet", "inception_v3") else {}
+    # Their weights expect this transform; it is in no state dict, so an untrained model has it too.
+    arguments = {"init_weights": True, "transform_input": True} if name in ("googlenet", "inception_v3") else {}
     model: nn.Module = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **arguments)
     if weights is not None:
         return model, load(model, download(name, weights), f"{name} {weights}")
@@ -86,7 +93,7 @@ def download(name: str, weights: str) -> dict[str, Any]:
         raise QatError(f"model.weights for {name} must be one of {', '.join(known.__members__)}; got {weights!r}")
     try:
         state: dict[str, Any] = known[weights].get_state_dict(progress=False, check_hash=True)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, http.client.HTTPException) as error:
         raise QatError(
             f"could not get the {weights} weights of {name} ({type(error).__name__}: {error}); without a network, put "
             "the file somewhere and give model.checkpoint=/path/to/file.pth"
@@ -101,40 +108,72 @@ def read_state(path: str | Path) -> dict[str, Any]:
         QatError: no such file, damaged, or nothing like a state dict in it.
     """
     content = read_checkpoint(path)
-    state = content.get("state_dict", content)
+    state = content.get("state_dict", content.get("model", content))  # 'model': torchvision's own training script
     if not isinstance(state, dict) or not state or not all(isinstance(v, torch.Tensor) for v in state.values()):
-        raise QatError(f"{path}: expected a state dict of tensors, plain or under the key 'state_dict'")
-    return {str(key).removeprefix("model."): value for key, value in state.items()}
+        raise QatError(f"{path}: expected a state dict of tensors, plain or under the key 'state_dict' or 'model'")
+    return state
+
+
+def without_prefix(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A state dict for the model, without the prefix of a Lightning module, with the versions torch keeps beside it."""
+    own = model.state_dict()
+    prefixed = all(str(key).startswith(PREFIX) for key in state) and not any(key in own for key in state)
+    prefix = PREFIX if prefixed else ""
+    bare: dict[str, Any] = OrderedDict((str(key).removeprefix(prefix), value) for key, value in state.items())
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        inside = {f"{key}.": value for key, value in versions.items() if f"{key}.".startswith(prefix)}
+        bare._metadata = {  # type: ignore[attr-defined]
+            key.removeprefix(prefix)[:-1]: value for key, value in inside.items()
+        }
+    return bare
+
+
+DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
+"""Keys of torchvision's DenseNet files: it has since taken the first dot out."""
 
 
 def load(model: nn.Module, state: dict[str, Any], where: str) -> bool:
-    """Load a float state dict; a head of another size is left untrained. Returns whether everything was loaded."""
+    """Load a float state dict; heads for another number of classes are left untrained. Returns whether all was loaded.
+
+    Raises:
+        QatError: another model's.
+    """
     own = model.state_dict()
-    unknown = [key for key in state if key not in own]
-    missing = [key for key in own if key not in state]
+    state = without_prefix(state, model)
+    given: dict[str, Any] = OrderedDict((DENSENET.sub(r"\1\2", key), value) for key, value in state.items())
+    # Of a file without versions, all that is known is that it is not older than the format of the root.
+    versions = getattr(state, "_metadata", None) or {"": own._metadata[""]}  # type: ignore[attr-defined]
+    given._metadata = versions  # type: ignore[attr-defined]
+    last = list(own)[-1]
+    other = [key for key in own if last in given and is_head(own, given, key, last)]
+    given.update({key: own[key] for key in other})
+    try:
+        missing, unknown = model.load_state_dict(given, strict=False)
+    except (RuntimeError, ValueError) as error:
+        lines = [line.strip() for line in str(error).split("\n")]
+        raise QatError(f"{where} is not a checkpoint of this model: {' '.join(lines[1:2]) or lines[0]}") from None
     if unknown or missing:
-        key = (unknown or missing)[0]
-        what = "does not know" if unknown else "lacks"
+        has = f"has {unknown[0]!r}" if unknown else f"lacks {missing[0]!r}"
         raise QatError(
-            f"{where} is not a checkpoint of this model: it {'has' if unknown else 'lacks'} {key!r} "
-            f"({len(unknown)} keys the model {what}, {len(missing)} missing)"
+            f"{where} is not a checkpoint of this model: it {has} ({len(unknown)} keys the model does not know, "
+            f"{len(missing)} missing)"
         )
-    other = [key for key in own if own[key].shape != state[key].shape]
-    head = list(own)[-1].rpartition(".")[0]
-    strange = [key for key in other if key.rpartition(".")[0] != head]
-    if strange:
-        key = strange[0]
-        raise QatError(
-            f"{where} is not a checkpoint of this model: {key!r} has shape {tuple(state[key].shape)}, "
-            f"expected {tuple(own[key].shape)}"
-        )
-    model.load_state_dict({key: own[key] if key in other else value for key, value in state.items()})
     if other:
+        heads = ", ".join(dict.fromkeys(key.rpartition(".")[0] for key in other))
         warnings.warn(
-            f"{where} was trained for {state[other[-1]].shape[0]} classes: the last layer, {head}, starts untrained",
+            f"{where} was trained for {state[last].shape[0]} classes: what tells them apart, {heads}, starts untrained",
             stacklevel=3,
         )
     return not other
+
+
+def is_head(own: dict[str, torch.Tensor], given: dict[str, torch.Tensor], key: str, last: str) -> bool:
+    """Whether two tensors differ only in the number of classes, as those of the last layer do."""
+    if key not in given or own[key].shape == given[key].shape or own[key].ndim == 0:
+        return False
+    classes = (own[last].shape[:1], given[last].shape[:1])
+    return own[key].shape[1:] == given[key].shape[1:] and (own[key].shape[:1], given[key].shape[:1]) == classes
 
 
 def check_input(model: nn.Module, shape: tuple[int, ...]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import fnmatch
+import inspect
+import types
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -128,24 +131,8 @@ class Plan:
             raise QatError(f"expected a quantization plan, got something else ({error!r})") from None
 
 
+ENDS = ("first layer", "last layer")
 NORMS = ("BatchNorm", "SyncBatchNorm", "LayerNorm", "GroupNorm", "InstanceNorm", "LocalResponseNorm")
-
-
-def float_reason(module: nn.Module, inside: str) -> str:
-    """Why a module with parameters stays float."""
-    name = type(module).__name__
-    if name.startswith(("BatchNorm", "SyncBatchNorm")):
-        return "float in training, part of the layer before it when deployed"
-    if name.startswith(NORMS):
-        return "a normalization: float"
-    if inside:
-        return f"inside {inside}, which uses its weights itself"
-    if nn.utils.parametrize.is_parametrized(module):
-        return "its weight is computed by a parametrization"
-    for base in LAYERS:
-        if isinstance(module, base):
-            return f"a subclass of {base.__name__}: add it to qat.layers.LAYERS to quantize it"
-    return "no quantized form of this type"
 
 
 def plan(model: nn.Module, config: QuantConfig | None = None, *, bits: Any = None) -> Plan:
@@ -155,37 +142,123 @@ def plan(model: nn.Module, config: QuantConfig | None = None, *, bits: Any = Non
         QatError: a bad configuration, a rule that matches nothing, no quantizable layer, an already quantized model.
     """
     config = resolve(config, bits)
-    entries: list[PlanEntry] = []
-    opaque = ""  # an enclosing module that reads its children's weights itself
-    opaque_type = ""
-    for name, module in model.named_modules():
+    if not isinstance(model, nn.Module):
+        raise QatError(f"expected a torch.nn.Module; got {model!r}")
+    reads = {cls: weight_reads(cls) for cls in {type(module) for module in model.modules()}}
+    readers: dict[nn.Module, str] = {}  # layers whose weight another module reads, and that module's type
+    for module in model.modules():
         if isinstance(module, QuantLayer | Quantizer):
             raise QatError(
                 "the model is already quantized: change it with qat.set_bits, or undo with qat.dequantize first"
             )
-        inside = opaque_type if opaque and name.startswith(opaque + ".") else ""
-        if isinstance(module, nn.MultiheadAttention):
-            opaque, opaque_type = name, type(module).__name__
-        if not any(True for _ in module.parameters(recurse=False)) and not nn.utils.parametrize.is_parametrized(module):
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise QatError("quantize the model before DistributedDataParallel wraps it, or the scales are not reduced")
+        for path in reads[type(module)]:
+            layer = find(module, path)
+            if layer is not None:
+                readers.setdefault(layer, type(module).__name__)
+    entries: list[PlanEntry] = []
+    for name, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is None and not nn.utils.parametrize.is_parametrized(module):
             continue
-        quantizable = type(module) in LAYERS and not inside and isinstance(module.weight, nn.Parameter)
-        tensor = TensorPlan() if quantizable else None
-        reason = "" if quantizable else float_reason(module, inside)
+        reason = float_reason(module, readers.get(module, ""))
+        tensor = None if reason else TensorPlan()
         entries.append(PlanEntry(name, type(module).__name__, tensor, tensor and replace(tensor), reason))
     result = Plan(entries)
     todo = result.quantized
     if not todo:
         raise QatError(
             f"nothing to quantize: {type(model).__name__} has no {' or '.join(t.__name__ for t in LAYERS)} layer"
+            + (f" that can be quantized ({entries[0].name or 'it'}: {entries[0].reason})" if entries else "")
         )
     choose_formats(todo, config)
+    check_tied(model, todo)
     for e in todo:
         assert e.weight and e.act
         if e.weight.format.is_float and e.act.format.is_float:
             e.weight = e.act = None
+            e.reason = "its bits are float" + ("" if e.reason == "default" else f" ({e.reason})")
     check_groups(model, todo)
-    check_tied(model, todo)
     return result
+
+
+# --- what stays float -------------------------------------------------------------------------------------------------
+
+
+def float_reason(module: nn.Module, reader: str) -> str:
+    """Why a module with parameters stays float; empty for a layer that can be quantized."""
+    name = type(module).__name__
+    if name.startswith(("BatchNorm", "SyncBatchNorm")):
+        return "float in training, part of the layer before it when deployed"
+    if name.startswith(NORMS):
+        return "a normalization: float"
+    if reader:
+        return f"{reader} reads its weight itself, so it would pass a quantizer by"
+    if nn.utils.parametrize.is_parametrized(module):
+        return "its weight is computed by a parametrization"
+    if any(nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
+        return "lazy, without a weight so far: run a batch through the model first"
+    if type(module) not in LAYERS:
+        for base in LAYERS:
+            if isinstance(module, base):
+                return f"a subclass of {base.__name__}: add it to qat.layers.LAYERS to quantize it"
+        return "no quantized form of this type"
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter):
+        return "its weight is not a Parameter: a hook computes it"
+    if not weight.is_floating_point() or weight.numel() == 0:
+        return f"a weight of {weight.dtype}".replace("torch.", "") if weight.numel() else "its weight has no elements"
+    if "forward" in vars(module):
+        return "its forward was replaced on the object"
+    return ""
+
+
+LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+METADATA = {"device", "dim", "dtype", "is_cuda", "ndim", "numel", "requires_grad", "shape", "size"}
+"""What a forward may ask of a weight without computing with it."""
+
+
+def weight_reads(cls: type[nn.Module]) -> tuple[str, ...]:
+    """The `a.b` of every `self.a.b.weight` that the forward of a module type reads, found in its bytecode.
+
+    Attention modules compute with their children's weights without calling the children, and some types do so on a
+    fast path only; a quantizer inside such a child would never run.
+    """
+    found: dict[str, None] = {}
+    todo, seen = [getattr(cls, "forward", None)], set()
+    while todo:
+        code = todo.pop()
+        code = getattr(inspect.unwrap(code), "__code__", None) if callable(code) else code
+        if not isinstance(code, types.CodeType) or code in seen:
+            continue
+        seen.add(code)
+        todo += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+        path: list[str] = []
+        for i in [*dis.get_instructions(code), None]:
+            if i is not None and i.opname in LOADS:
+                path.append(i.argval)
+                continue
+            at = path.index("weight", 1) if "weight" in path[1:] else 0
+            if at and not METADATA.intersection(path[at + 1 : at + 2]):
+                found[".".join(path[:at])] = None
+            method = getattr(cls, path[0], None) if path else None
+            if inspect.isfunction(method) and getattr(nn.Module, path[0], None) is not method:
+                todo.append(method)
+            path = []
+    return tuple(found)
+
+
+def find(module: nn.Module, path: str) -> nn.Module | None:
+    """The submodule at a dotted path, or None."""
+    for name in path.split("."):
+        child = module._modules.get(name)
+        if child is None:
+            return None
+        module = child
+    return module
+
+
+# --- what becomes quantized -------------------------------------------------------------------------------------------
 
 
 def resolve(config: QuantConfig | None, bits: Any) -> QuantConfig:
@@ -277,13 +350,22 @@ def check_groups(model: nn.Module, todo: list[PlanEntry]) -> None:
 
 
 def check_tied(model: nn.Module, todo: list[PlanEntry]) -> None:
-    """Layers that share one weight must quantize it alike."""
-    seen: dict[int, PlanEntry] = {}
+    """Layers that share one weight must quantize it alike: an exception for one end of the model holds for both."""
+    sharing: dict[int, list[PlanEntry]] = {}
     for e in todo:
-        weight = model.get_submodule(e.name).weight
-        other = seen.setdefault(id(weight), e)
-        if other.weight != e.weight:
-            raise QatError(
-                f"{other.name} and {e.name} share one weight but not its bits ({other.weight or 'float'} and "
-                f"{e.weight or 'float'}): give both the same rule"
-            )
+        sharing.setdefault(id(model.get_submodule(e.name).weight), []).append(e)
+    for group in sharing.values():
+        ends = [e for e in group if e.reason in ENDS]
+        for e in group:
+            if ends and e.reason == "default":
+                e.weight, e.reason = (
+                    ends[0].weight and replace(ends[0].weight),
+                    f"shares its weight with {ends[0].name}",
+                )
+                e.fixed = True
+        for e in group:
+            if e.weight != group[0].weight:
+                raise QatError(
+                    f"{group[0].name} and {e.name} share one weight but not its bits ({group[0].weight} and "
+                    f"{e.weight}): give both the same rule"
+                )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import gc
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 
 from qat.config import Format, QatError, QuantConfig, closest, parse_bits
 from qat.layers import LAYERS, AnyQuantizer, QuantLayer
-from qat.planning import Plan, PlanEntry, TensorPlan, plan
+from qat.planning import Plan, PlanEntry, TensorPlan, float_reason, plan
 from qat.quantizers import METHODS, FP8Quantizer, MixedPrecisionQuantizer, Quantizer
 
 __all__ = [
+    "all_or_nothing",
     "apply_plan",
+    "check_scale",
     "dequantize",
     "disabled",
     "initialise_weights",
@@ -42,7 +45,7 @@ def quantize(model: nn.Module, config: QuantConfig | None = None, *, bits: Any =
         bits: 1..8, `w4a8`, `float`, `bf16`, `fp16`.
 
     Returns:
-        The same model object, unless it is itself such a layer.
+        The same model object.
 
     Raises:
         QatError: see `plan`; then the model is untouched.
@@ -58,38 +61,38 @@ def quantize(model: nn.Module, config: QuantConfig | None = None, *, bits: Any =
 
 
 def apply_plan(model: nn.Module, todo: Plan) -> nn.Module:
-    """Swap the layers that a plan names. Layers reached by several names stay one object.
+    """Swap the layers that a plan names. Nothing is changed before all quantizers are made and have their scale.
 
     Raises:
-        QatError: a name in the plan is not such a layer of the model.
+        QatError: a name in the plan is not such a layer of the model, or a weight has NaN or infinite values.
     """
-    twins: dict[nn.Module, nn.Module] = {}
+    layers = dict(model.named_modules())
     tied: dict[int, AnyQuantizer] = {}
-    names: dict[nn.Module, str] = {}
-    for name, module in model.named_modules():
-        names.setdefault(module, name)
-    by_name = {name: module for module, name in names.items()}
-    for e in todo.quantized:
-        layer = by_name.get(e.name)
-        if layer is None or type(layer) not in LAYERS:
-            raise QatError(
-                f"the plan names {e.name!r} ({e.type}), which this model does not have{closest(e.name, by_name)}"
-            )
-        cls = LAYERS[type(layer)]
-        assert e.weight and e.act
-        weight: Tensor = layer.weight  # type: ignore[assignment]
-        if id(weight) not in tied:
-            tied[id(weight)] = make_quantizer(e.weight, f"{e.name}.weight_quantizer", weight, cls.channel_axis)
-        twin = cls.from_float(layer, tied[id(weight)], make_quantizer(e.act, f"{e.name}.input_quantizer", weight))
-        twin.reason, twin.fixed = e.reason, e.fixed
-        twins[layer] = twin
-    for parent in list(model.modules()):
-        for key, child in parent._modules.items():
-            if child in twins:
-                parent._modules[key] = twins[child]
-    model = twins.get(model, model)
-    if twins:
-        initialise_weights(model)
+    swaps: list[tuple[PlanEntry, nn.Module, AnyQuantizer, AnyQuantizer]] = []
+    # Under a caller's inference_mode, new tensors could never enter autograd again: step out of it.
+    with torch.inference_mode(False), torch.no_grad():
+        for e in todo.quantized:
+            layer = layers.get(e.name)
+            if isinstance(layer, QuantLayer):
+                raise QatError(f"{e.name} is quantized already: give the float model")
+            if layer is None or type(layer) not in LAYERS or float_reason(layer, ""):
+                raise QatError(
+                    f"the plan names {e.name!r} ({e.type}), which this model does not have{closest(e.name, layers)}"
+                )
+            assert e.weight and e.act
+            weight: Tensor = layer.weight
+            prefix = f"{e.name}." if e.name else ""
+            if id(weight) not in tied:
+                axis = LAYERS[type(layer)].channel_axis
+                quantizer = make_quantizer(e.weight, f"{prefix}weight_quantizer", weight, axis)
+                initialise_weight(quantizer, weight)
+                tied[id(weight)] = quantizer
+            act = make_quantizer(e.act, f"{prefix}input_quantizer", weight)
+            swaps.append((e, layer, tied[id(weight)], act))
+    for e, layer, weight_quantizer, act in swaps:
+        quantized = LAYERS[type(layer)].from_float(layer, weight_quantizer, act)
+        quantized.reason, quantized.fixed = e.reason, e.fixed
+    if swaps:
         install_loading(model)
     return model
 
@@ -116,32 +119,52 @@ def make_quantizer(t: TensorPlan, name: str, weight: Tensor, axis: int | None = 
 def dequantize(model: nn.Module) -> nn.Module:
     """Give the float layers back, with the weights as trained, in place; keep what is returned.
 
+    Raises:
+        QatError: a quantized layer was parametrized since; then the model is untouched.
+
     >>> type(dequantize(quantize(nn.Sequential(nn.Linear(4, 4)), bits=4))[0]).__name__
     'Linear'
     """
-    twins: dict[nn.Module, nn.Module] = {m: m.to_float() for m in model.modules() if isinstance(m, QuantLayer)}
-    for parent in list(model.modules()):
-        for key, child in parent._modules.items():
-            if child in twins:
-                parent._modules[key] = twins[child]
-    remove_loading(model)
-    return twins.get(model, model)
+    layers = [m for m in model.modules() if isinstance(m, QuantLayer)]
+    for layer in layers:
+        if nn.utils.parametrize.is_parametrized(layer):
+            raise QatError(
+                "a quantized layer was parametrized: torch.nn.utils.parametrize.remove_parametrizations first"
+            )
+    for layer in layers:
+        layer.to_float()
+    for module in model.modules():
+        remove_loading(module)
+    return model
 
 
 def warn_about_optimizers(model: nn.Module) -> None:
     """An optimizer made before the swap cannot hold the scales: say so."""
+    if optimizer_of(model) is None:
+        return
+    gc.collect()  # one that nobody can reach any more does not count
+    optimizer = optimizer_of(model)
+    if optimizer is not None:
+        warnings.warn(
+            f"this model's {type(optimizer).__name__} was made before qat.quantize, so it does not train the scales: "
+            "make it again, for instance from qat.param_groups(model, lr=...)",
+            stacklevel=3,
+        )
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
+    """An optimizer that has one of the model's parameters."""
     ours = {id(p) for p in model.parameters()}
-    gc.collect()  # an optimizer that nobody can reach any more does not count
-    for o in gc.get_objects():
-        if issubclass(type(o), torch.optim.Optimizer) and any(
-            id(p) in ours for g in o.param_groups for p in g["params"]
-        ):
-            warnings.warn(
-                f"this model's {type(o).__name__} was made before qat.quantize, so it does not train the scales: "
-                "make it again, for instance from qat.param_groups(model, lr=...)",
-                stacklevel=3,
-            )
-            return
+    types: list[type] = [torch.optim.Optimizer]
+    for cls in types:
+        types += cls.__subclasses__()
+    objects = gc.get_objects()  # half a million or so: no line of Python for each
+    found = itertools.compress(objects, map({id(cls) for cls in types}.__contains__, map(id, map(type, objects))))
+    for optimizer in found:
+        groups = getattr(optimizer, "param_groups", ())  # one whose constructor failed has none
+        if any(id(p) in ours for group in groups for p in group["params"]):
+            return optimizer
+    return None
 
 
 # --- the swapped model ------------------------------------------------------------------------------------------------
@@ -199,13 +222,41 @@ def disabled(model: nn.Module) -> Iterator[nn.Module]:
             q.enabled = state
 
 
-@torch.no_grad()
 def initialise_weights(model: nn.Module) -> None:
     """Set every weight scale from its weight, in place."""
     for layer in quantized_layers(model).values():
-        weight: Tensor = layer.weight  # type: ignore[assignment]
-        if isinstance(layer.weight_quantizer, Quantizer) and not weight.is_meta:
-            layer.weight_quantizer.calibrate(weight)
+        initialise_weight(layer.weight_quantizer, layer.weight)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def initialise_weight(quantizer: AnyQuantizer, weight: Tensor) -> None:
+    """Set a weight's scale, if it has one, in place."""
+    if not isinstance(quantizer, Quantizer) or weight.is_meta:
+        return
+    quantizer.calibrate(weight)
+    check_scale(quantizer)
+
+
+def check_scale(quantizer: Quantizer) -> None:
+    """Raise QatError unless calibration gave a positive finite scale."""
+    if not (quantizer.step.isfinite().all() and quantizer.qmax > 0):
+        raise QatError(
+            f"{quantizer.name}: {quantizer.bits} bits cannot hold its values (negative ones need 2 bits, and all of "
+            "them a magnitude below 1e37)"
+        )
+
+
+@contextlib.contextmanager
+def all_or_nothing(quantizers: list[Quantizer]) -> Iterator[None]:
+    """If the block fails, every quantizer is as before."""
+    before = [(q, q.bits, {key: value.clone() for key, value in q.state_dict().items()}) for q in quantizers]
+    try:
+        yield
+    except BaseException:
+        for q, bits, state in before:
+            q.bits = bits
+            q.load_state_dict(state)
+        raise
 
 
 def set_bits(model: nn.Module, bits: Any, match: str | None = None) -> Plan:
@@ -226,21 +277,31 @@ def set_bits(model: nn.Module, bits: Any, match: str | None = None) -> Plan:
     if not layers:
         raise QatError("the model is not quantized: call qat.quantize(model, bits=...) first")
     chosen = [
-        layer for name, layer in layers.items() if (fnmatch.fnmatchcase(name, match) if match else not layer.fixed)
+        name for name, layer in layers.items() if (fnmatch.fnmatchcase(name, match) if match else not layer.fixed)
     ]
     if not chosen:
-        raise QatError(f"{match!r} matches no quantized layer{closest(match or '', layers)}")
+        why = (
+            f"{match!r} matches no quantized layer{closest(match, layers)}" if match else "every layer is an exception"
+        )
+        raise QatError(f"{why}: give match=, a glob over layer names")
     formats = parse_bits(bits)
-    changes = []
-    for layer in chosen:
-        for q, f in ((layer.weight_quantizer, formats[0]), (layer.input_quantizer, formats[1])):
+    changes: dict[Quantizer, int] = {}
+    for name in chosen:
+        for q, f in ((layers[name].weight_quantizer, formats[0]), (layers[name].input_quantizer, formats[1])):
             if not isinstance(q, Quantizer) or not f.is_integer:
                 raise QatError(
-                    f"set_bits changes integers to integers; got bits={bits!r} (quantize the float model anew)"
+                    f"set_bits changes integers to integers; got bits={bits!r} for {name} (quantize the float model "
+                    "anew)"
                 )
-            changes.append((q, f.bits))
-    for q, new in {id(q): (q, new) for q, new in changes}.values():
-        q.set_bits(new)
+            changes[q] = f.bits
+    for name in [n for n in layers if n not in chosen]:
+        shared = layers[name].weight_quantizer
+        if isinstance(shared, Quantizer) and changes.pop(shared, shared.bits) != shared.bits and match:
+            other = next(n for n in chosen if layers[n].weight_quantizer is shared)
+            raise QatError(f"{other} and {name} share one weight, so its bits too: match= must take both or none")
+    with all_or_nothing(list(changes)):
+        for quantizer, new in changes.items():
+            quantizer.set_bits(new)
     return live_plan(model)
 
 
@@ -275,21 +336,30 @@ def before_loading(
 ) -> None:
     """No quantizer keys at all: a float checkpoint, so fill in an uncalibrated state. Some but not all: an error."""
     own = {
-        f"{prefix}{name}.{key}": value
+        f"{prefix}{name}.{key}": uncalibrated(q, key, value)
         for name, q in module.named_modules(remove_duplicate=False)
         if isinstance(q, Quantizer)
         for key, value in q.state_dict().items()
     }
     absent = [key for key in own if key not in state_dict]
     if len(absent) == len(own):
-        for key, value in own.items():
-            state_dict[key] = torch.zeros_like(value) if key.endswith(".calibrated") else value
+        state_dict.update(own)
         module.__dict__["_qat_float_checkpoint"] = True
     elif absent:
         errors.append(
             f"expected all quantizer state or none of it (a float checkpoint); {len(absent)} of {len(own)} keys are "
             f"missing, the first is {absent[0]!r}"
         )
+
+
+def uncalibrated(quantizer: Quantizer, key: str, value: Tensor) -> Tensor:
+    """One item of a quantizer's state, as it was before calibration. Real, also where the model is still on meta."""
+    fresh = {"calibrated": False, "signed": quantizer.weight, "zero_point": 0}
+    if key in fresh or value.is_meta:
+        return torch.full(
+            value.shape, fresh.get(key, 1), dtype=value.dtype, device=None if value.is_meta else value.device
+        )
+    return value
 
 
 def after_loading(module: nn.Module, incompatible_keys: Any) -> None:
