@@ -70,8 +70,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         first = str(error).strip().split("\n")[0]
         raise QatError(f"{path} is not a plain checkpoint of tensors and is not loaded: {first}") from None
-    except Exception as error:  # from bytes that mean nothing, torch's unpickler raises whatever it runs into
-        first = str(error).strip().split("\n")[0]
+    except Exception as error:  # whatever an unpickler says about bytes that are no pickle: there are many kinds
+        first = str(error).strip().split("\n")[0] or type(error).__name__
         raise QatError(
             f"{path} is damaged or not a checkpoint ({first}); expected a file saved by qat or torch.save"
         ) from None

@@ -185,7 +185,7 @@ def plan(model: nn.Module, config: QuantConfig | None = None, *, bits: Any = Non
         assert e.weight and e.act
         if e.weight.format.is_float and e.act.format.is_float:
             e.weight = e.act = None
-            e.reason = f"float as asked: {e.reason}"
+            e.reason = "its bits are float" + ("" if e.reason == "default" else f" ({e.reason})")
     check_groups(model, todo)
     choose_forward(model, todo, config.forward)
     return result

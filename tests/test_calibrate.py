@@ -14,7 +14,7 @@ import qat
 from qat.config import QatError
 from qat.quantizers import Observer, Quantizer
 
-N = 20_000
+N = 10_000
 DATA = {
     "normal": lambda: torch.randn(N),
     "relu": lambda: torch.randn(N).relu(),
@@ -22,7 +22,6 @@ DATA = {
     "laplace": lambda: torch.randn(N) * torch.randn(N).exp(),
     "uniform": lambda: torch.rand(N),
     "lognormal": lambda: torch.randn(N).exp(),
-    "silu": lambda: nn.functional.silu(3 * torch.randn(N)),
     "small": lambda: 1e-12 * torch.randn(N),
     "large": lambda: 1e12 * torch.randn(N),
 }
@@ -36,24 +35,22 @@ def codes(signed: bool, weight: bool, bits: int) -> tuple[int, int]:
     return -top - (0 if weight and bits > 2 else 1), top
 
 
-def step_of(kind: str, bits: int, init: str, x: Tensor) -> tuple[float, tuple[int, int]]:
-    """The scale that calibration gives a weight, or an activation, whose values are x; and its codes."""
-    model = nn.Sequential(nn.Linear(100, 1))
+def quantizer_of(kind: str, bits: int, x: Tensor) -> tuple[nn.Module, Quantizer]:
+    """A model, and the quantizer in it of a weight whose values are x, or of an activation that will have them."""
+    model = nn.Sequential(nn.Linear(x.numel() if kind == "weight" else 100, 1))
     if kind == "weight":
-        model = nn.Sequential(nn.Linear(x.numel(), 1))
         model[0].weight.data.copy_(x.reshape(1, -1))
-    qat.quantize(
-        model,
-        qat.QuantConfig(
-            bits, first_last_bits=None, weight=qat.TensorConfig(init=init), act=qat.TensorConfig(init=init)
-        ),
-    )
-    if kind == "activation":
-        qat.calibrate(model, x.reshape(-1, 10, 100).unbind())
-    q = model[0].weight_quantizer if kind == "weight" else model[0].input_quantizer
-    assert q.is_signed == (kind == "weight" or bool(x.min() < 0))
-    assert (q.qmin, q.qmax) == codes(q.is_signed, kind == "weight", bits)
-    return q.step.item(), (q.qmin, q.qmax)
+    qat.quantize(model, qat.QuantConfig(bits, first_last_bits=None))
+    return model, model[0].weight_quantizer if kind == "weight" else model[0].input_quantizer
+
+
+def step_of(model: nn.Module, q: Quantizer, init: str, x: Tensor) -> float:
+    """The scale that calibration gives it."""
+    q.init = init
+    qat.calibrate(model, [torch.ones(1, x.numel())] if q.weight else x.reshape(-1, 10, 100).unbind())
+    assert q.is_signed == (q.weight or bool(x.min() < 0))
+    assert (q.qmin, q.qmax) == codes(q.is_signed, q.weight, q.bits)
+    return q.step.item()
 
 
 def squared_error(x: np.ndarray, step: float, qmin: int, qmax: int) -> float:
@@ -62,7 +59,7 @@ def squared_error(x: np.ndarray, step: float, qmin: int, qmax: int) -> float:
 
 CASES = [
     pytest.param(kind, name, bits, id=f"{kind}-{name}-{bits}")
-    for kind, name, bits in itertools.product(("weight", "activation"), DATA, (2, 3, 4, 8))
+    for kind, name, bits in itertools.product(("weight", "activation"), DATA, (2, 4, 8))
 ]
 
 
@@ -71,41 +68,40 @@ def test_scales_of_every_init(kind, name, bits):
     """In float64 NumPy: LSQ's 2 mean|v| / sqrt(qmax), the range, its percentile, and the least squared error."""
     x = DATA[name]()
     v = x.double().numpy()
+    model, q = quantizer_of(kind, bits, x)
     exact = 1e-5 if kind == "weight" else 1e-3  # activations are read from a histogram
 
-    step, (qmin, qmax) = step_of(kind, bits, "lsq", x)
-    zeros = 3e-3 if name in ("relu",) and kind == "activation" else exact
-    assert step == pytest.approx(2 * np.abs(v).mean() / math.sqrt(qmax), rel=zeros)
+    step = step_of(model, q, "lsq", x)
+    zeros = 3e-3 if name == "relu" and kind == "activation" else exact
+    assert step == pytest.approx(2 * np.abs(v).mean() / math.sqrt(q.qmax), rel=zeros)
 
-    fits = max(v.max() / qmax, v.min() / qmin if qmin else 0)
-    step, _ = step_of(kind, bits, "minmax", x)
-    assert step == pytest.approx(fits, rel=exact)
+    fits = max(v.max() / q.qmax, v.min() / q.qmin if q.qmin else 0)
+    assert step_of(model, q, "minmax", x) == pytest.approx(fits, rel=exact)
 
-    step, _ = step_of(kind, bits, "percentile", x)
-    assert step == pytest.approx(min(fits, np.quantile(np.abs(v), 0.9999, method="inverted_cdf") / qmax), rel=2 * exact)
+    percentile = np.quantile(np.abs(v), 0.9999, method="inverted_cdf")
+    assert step_of(model, q, "percentile", x) == pytest.approx(min(fits, percentile / q.qmax), rel=2 * exact)
 
     if kind == "weight":
-        x, v = x[:1000], v[:1000]
-    assert_least_error(kind, bits, x, v)
+        x = x[:1000]
+    assert_least_error(kind, bits, x)
 
 
-def assert_least_error(kind: str, bits: int, x: Tensor, v: np.ndarray) -> None:
+def assert_least_error(kind: str, bits: int, x: Tensor) -> None:
     """The step of least squared error, within 3 % of the best of a fine search, and no worse than the range."""
-    step, (qmin, qmax) = step_of(kind, bits, "mse", x)
-    error = squared_error(v, step, qmin, qmax)
-    fits = max(v.max() / qmax, v.min() / qmin if qmin else 0)
-    least = min(squared_error(v, s, qmin, qmax) for s in np.geomspace(fits / 100, fits * 1.05, 120))
-    assert error <= squared_error(v, fits, qmin, qmax) * 1.01
+    model, q = quantizer_of(kind, bits, x)
+    v, step = x.double().numpy(), step_of(model, q, "mse", x)
+    error = squared_error(v, step, q.qmin, q.qmax)
+    fits = max(v.max() / q.qmax, v.min() / q.qmin if q.qmin else 0)
+    least = min(squared_error(v, s, q.qmin, q.qmax) for s in np.geomspace(fits / 100, fits * 1.05, 80))
+    assert error <= squared_error(v, fits, q.qmin, q.qmax) * 1.01
     assert error <= least * 1.03
 
 
-@pytest.mark.xfail(reason="every k-th weight is searched, so the largest are missed", strict=False)
 @pytest.mark.parametrize("name", ["normal", "laplace", "lognormal"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_least_error_of_a_long_weight(name, bits):
     """More weights than the search looks at."""
-    x = DATA[name]()
-    assert_least_error("weight", bits, x, x.double().numpy())
+    assert_least_error("weight", bits, DATA[name]())
 
 
 def test_default_inits():
@@ -341,7 +337,7 @@ EXTREMES = {
 
 
 @pytest.mark.filterwarnings("ignore:.*only zeros seen")
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 4, 8])
 @pytest.mark.parametrize("case", EXTREMES)
 def test_extremes_have_positive_finite_scales(case, bits):
     """And then a forward and gradients without NaN."""
@@ -451,11 +447,12 @@ def test_unreached_quantizers_are_named(demanding, names):
 
 def test_googlenet_auxiliary_heads():
     """Reached though calibration evaluates; every image counts, once, in eval mode; norms do not move."""
-    model = torchvision.models.googlenet(num_classes=5, init_weights=True)
+    model = torchvision.models.googlenet(num_classes=5, init_weights=False)
     before = {k: v.clone() for k, v in model.named_buffers()}
     x = torch.randn(4, 3, 32, 32)
     inputs = []
-    qat.quantize(model, qat.QuantConfig(bits=8, act=qat.TensorConfig(init="minmax")))
+    minmax = qat.TensorConfig(init="minmax")
+    qat.quantize(model, qat.QuantConfig(bits=8, weight=minmax, act=minmax))
     model.aux2.fc2.register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
     model.eval()
     qat.calibrate(model, [x[:2], x[2:]])

@@ -24,11 +24,8 @@ def step(model: nn.Module, x: Tensor) -> tuple[list[Tensor], list[Tensor | None]
     return [t.detach() for t in result], [p.grad for p in model.parameters() if p.grad is not None]
 
 
-SLOW = {"efficientnet_v2", "inception"}
-
-
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in zoo.FAMILIES]
+    "family", [pytest.param(name, marks=[pytest.mark.slow] if name in zoo.SLOW else []) for name in zoo.FAMILIES]
 )
 def test_families(family):
     """Disabled: equal to float in eval and train, outputs and gradients. Then calibrated: trains, all finite."""

@@ -178,6 +178,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     """Each has its own batches; both arrive at the scales of one process that has all, and stay equal in training."""
     batches = [[(10.0**r) * torch.randn(8, 4).sub(r) for _ in range(3)] for r in range(2)]

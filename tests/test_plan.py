@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import zoo
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -192,7 +191,7 @@ def test_a_call_beside_a_read_of_metadata_is_quantized():
 
 def test_a_float_reason_of_the_users_own():
     plan = qat.plan(net(), q(rules=[r("block1.0", "float")]))
-    assert next(e.reason for e in plan.entries if e.name == "block1.0") == "float as asked: rule block1.0"
+    assert next(e.reason for e in plan.entries if e.name == "block1.0") == "its bits are float (rule block1.0)"
 
 
 @pytest.mark.parametrize("make", [nn.ReLU, lambda: nn.Sequential(nn.BatchNorm2d(3)), lambda: Child(3, 4, 3)])
@@ -226,7 +225,7 @@ def test_a_caller_may_add_a_type(monkeypatch):
 @pytest.mark.parametrize("name", models.names())
 def test_no_torchvision_model_has_silent_omissions(name):
     """Every name builds; every module that owns a parameter is in the plan, with bits or a reason to stay float."""
-    with zoo.weightless():
+    with models.EmptyOnMeta():
         model, trained = models.build(name, num_classes=7)
     assert trained is False
     assert [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1].weight.shape[0] == 7
@@ -242,7 +241,11 @@ def test_no_torchvision_model_has_silent_omissions(name):
         reads = "swin" in name and n.endswith((".attn.qkv", ".attn.proj"))  # ShiftedWindowAttention.forward
         assert (e.weight is not None) == (type(module) in (nn.Conv2d, nn.Linear) and not reads), n
     assert Plan.from_dicts(json.loads(json.dumps(plan.to_dicts()))).entries == plan.quantized
-    assert all(p.is_meta for p in model.parameters())  # a plan needs no values
+
+
+def test_a_plan_needs_no_values():
+    plan = qat.plan(models.skeleton("resnet18"), bits=4)
+    assert plan.coverage == "quantized: Conv2d 20/20, Linear 1/1"
 
 
 def test_print():

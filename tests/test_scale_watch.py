@@ -206,6 +206,17 @@ def test_shared_weights_are_named_once(loader):
     assert fit(Lit(model, forget=[q]), loader) == {"clipped": ["1.weight_quantizer"], "still": ["1.weight_quantizer"]}
 
 
+def test_a_channel_may_stand_still(recwarn):
+    """As a dead one does, whose gradient is zero; the scale's others move."""
+    model = quantized()
+    lit, watch = Lit(model), ScaleWatch()
+    watch.on_train_epoch_start(SimpleNamespace(global_step=0), lit)
+    for p in (p for p in model.parameters() if p.numel() in (1, 8, 5) and p.requires_grad):
+        p.data[:1].mul_(1.01)
+    watch.on_train_epoch_end(SimpleNamespace(global_step=3, is_global_zero=True), lit)
+    assert not recwarn.list
+
+
 def test_one_wait_for_the_device_per_epoch(monkeypatch):
     """What was found is fetched as one tensor; nothing else reads a value."""
     model = quantized()
