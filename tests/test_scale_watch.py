@@ -213,7 +213,7 @@ def test_a_channel_may_stand_still(recwarn):
     watch.on_train_epoch_start(SimpleNamespace(global_step=0), lit)
     for p in (p for p in model.parameters() if p.numel() in (1, 8, 5) and p.requires_grad):
         p.data[:1].mul_(1.01)
-    watch.on_train_epoch_end(SimpleNamespace(global_step=3, is_global_zero=True, optimizers=[]), lit)
+    watch.on_train_epoch_end(SimpleNamespace(global_step=3, is_global_zero=True), lit)
     assert not recwarn.list
 
 
@@ -221,7 +221,7 @@ def test_one_wait_for_the_device_per_epoch(monkeypatch):
     """What was found is fetched as one tensor; nothing else reads a value."""
     model = quantized()
     lit, watch = Lit(model), ScaleWatch()
-    trainer = SimpleNamespace(global_step=0, is_global_zero=True, optimizers=[])
+    trainer = SimpleNamespace(global_step=0, is_global_zero=True)
     watch.on_train_epoch_start(trainer, lit)
     trainer.global_step = 3
     fetched = []

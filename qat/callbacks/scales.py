@@ -59,8 +59,7 @@ class ScaleWatch(L.Callback):
             return
         learned = {name: q for name, q in learned_scales(pl_module).items() if name in self.before}
         weights = clippable_weights(pl_module)
-        lr = max((group["lr"] for o in trainer.optimizers for group in o.param_groups), default=0.0)
-        findings = [(STILL, q.name or name, still(q.raw, self.before[name], lr)) for name, q in learned.items()]
+        findings = [(STILL, q.name or name, (q.raw == self.before[name]).all()) for name, q in learned.items()]
         findings += [(USELESS, q.name or name, self.useless(q.step, name)) for name, q in learned.items()]
         findings += [(CLIPPED, q.name or name, share_clipped(q, w) > self.clipped) for name, (q, w) in weights.items()]
         if not findings:
@@ -83,15 +82,6 @@ class ScaleWatch(L.Callback):
 STILL = "scales that did not move in this epoch (are they in the optimizer, their layers used?): {names}"
 USELESS = "scales that exploded or vanished since calibration (try a lower optim.scale_lr): {names}"
 CLIPPED = "scales so small that they clip more than half of the weight (try a lower optim.scale_lr): {names}"
-
-
-def still(raw: nn.Parameter, before: Tensor, lr: float) -> Tensor:
-    """Whether nothing moved that should have: not for a gradient, or a rate at its end, below the last bit."""
-    unmoved = (raw == before).all()
-    if raw.grad is None:
-        return unmoved
-    largest = raw.grad.abs().max()
-    return unmoved & ((largest == 0) | (largest * lr > 1e-6 * raw.abs().max()))
 
 
 def learned_scales(module: nn.Module) -> dict[str, Quantizer]:

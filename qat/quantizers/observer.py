@@ -79,12 +79,8 @@ class Observer:
         self.counts, self.total = sums[:-1].cpu(), int(sums[-1].item())
 
     def samples(self) -> tuple[Tensor, Tensor]:
-        """Bin centres and counts of the bins that are not empty, float32, each of shape (1, n), n >= 1.
-
-        The first and the last are the minimum and maximum themselves: a range fits, and a ReLU's many zeros are zero.
-        """
+        """Bin centres and counts of the bins that are not empty, float32, each of shape (1, n), n >= 1."""
         centres = (torch.arange(BINS, dtype=torch.float64) + 0.5) * (2 * self.limit / BINS) - self.limit
+        centres = centres.clamp(self.minimum, self.maximum)
         full = self.counts > 0
-        centres = centres[full]
-        centres[0], centres[-1] = self.minimum, self.maximum
-        return centres.float().unsqueeze(0), self.counts[full].float().unsqueeze(0)
+        return centres[full].float().unsqueeze(0), self.counts[full].float().unsqueeze(0)
