@@ -503,6 +503,7 @@ def test_a_trained_model_skips_the_float_stage(run: Run, done: Path, kind: str):
     assert same_state(before, after)
 
 
+@pytest.mark.filterwarnings("ignore:.*starts untrained")
 def test_a_head_of_another_size_is_trained(run: Run, done: Path, monkeypatch: pytest.MonkeyPatch):
     """Said as a warning; then the float stage runs."""
     monkeypatch.setattr(train, "quiet", lambda: None)
