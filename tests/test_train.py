@@ -503,13 +503,12 @@ def test_a_trained_model_skips_the_float_stage(run: Run, done: Path, kind: str):
     assert same_state(before, after)
 
 
-@pytest.mark.filterwarnings("ignore:.*starts untrained")
 def test_a_head_of_another_size_is_trained(run: Run, done: Path, monkeypatch: pytest.MonkeyPatch):
     """Said as a warning; then the float stage runs."""
     monkeypatch.setattr(train, "quiet", lambda: None)
     arguments = [*SMALL, *FEW, "data.num_classes=5", f"model.checkpoint={done / 'float.ckpt'}"]
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")  # Lightning's
-    with pytest.warns(UserWarning, match="trained for 4 classes: the last layer, classifier.1, starts untrained"):
+    with pytest.warns(UserWarning, match="trained for 4 classes: .*classifier.1, starts untrained"):
         train_here(arguments)
     (folder,) = folders(Path.cwd())
     assert {row["stage"] for row in history(folder)} == {"float", "quantized"}
