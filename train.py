@@ -37,7 +37,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 import qat
 from qat import models
-from qat.callbacks import Calibrate, History
+from qat.callbacks import Calibrate, History, ScaleWatch
 from qat.config import GROUPS, Config, QatError, bits_name, check_arguments, choose
 from qat.data import DataModule
 from qat.files import prune, read_checkpoint, resume_point, run_folder, write_text
@@ -121,7 +121,7 @@ def make_trainer(config: Config, folder: Path, data: DataModule, stage: str) -> 
     """A Trainer for one stage, which keeps its best epoch (on the validation images) and its last."""
     terminal = sys.stdout.isatty()
     best = ModelCheckpoint(
-        folder, filename={"float": "float", "quantized": "best"}[stage], monitor="val/acc", mode="max", **OVERWRITE
+        folder, filename={"float": "float", "quantized": "best"}[stage], monitor="val/score", mode="max", **OVERWRITE
     )
     last = ModelCheckpoint(folder, filename="last", save_on_train_epoch_end=True, **OVERWRITE)
     callbacks: list[L.Callback] = [
@@ -129,6 +129,7 @@ def make_trainer(config: Config, folder: Path, data: DataModule, stage: str) -> 
         last,
         Calibrate(lambda: data.calibration_batches(config.recipe.calibration_batches)),
         History(folder / "metrics.csv", show=not terminal),
+        ScaleWatch(),
     ]
     if terminal:
         callbacks.append(TQDMProgressBar(refresh_rate=10, leave=False))

@@ -15,6 +15,7 @@ import json
 import platform
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,22 +118,30 @@ def stepper(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
     return step
 
 
+class Held:
+    """A tensor that the graph holds; alive as long as the graph needs it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 def saved_bytes(model: nn.Module, x: Tensor, y: Tensor) -> int:
-    """Bytes that autograd keeps for backward: every storage once, parameters and the input left out."""
+    """Bytes that autograd keeps for backward: every storage once, parameters and the input left out.
+
+    Counted where the forward ends: what belongs to a part of the graph that nothing leads to is free again by then.
+    """
     known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), x, y)}
-    kept: dict[int, int] = {}
-    alive: list[Tensor] = []
+    held: weakref.WeakSet[Held] = weakref.WeakSet()
 
-    def pack(t: Tensor) -> Tensor:
-        pointer = t.untyped_storage().data_ptr()
-        if pointer not in known:
-            kept[pointer] = t.untyped_storage().nbytes()
-            alive.append(t)  # so that no address is used twice
-        return t
+    def pack(t: Tensor) -> Held:
+        held.add(h := Held(t))
+        return h
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        nn.functional.cross_entropy(model(x), y)
-    return sum(kept.values())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda h: h.tensor):
+        loss = nn.functional.cross_entropy(model(x), y)
+    storages = {s.data_ptr(): s.nbytes() for s in (h.tensor.untyped_storage() for h in held)}
+    del loss
+    return sum(size for pointer, size in storages.items() if pointer not in known)
 
 
 def peak_bytes(step: Callable[[], None]) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from qat.functional.integer import Grid, IntegerConv2d
 from qat.kernels import integer
+from qat.lean import before_relu
 from qat.quantizers import MixedPrecisionQuantizer, Quantizer
 
 AnyQuantizer = Quantizer | MixedPrecisionQuantizer | nn.Identity
@@ -87,7 +88,11 @@ class QuantLayer(nn.Module):
         assert isinstance(w, Quantizer)
         grid, weight_grid = Grid(q.qmin, q.qmax, q.gain(x)), Grid(w.qmin, w.qmax, w.gain(weight))
         train = torch.is_grad_enabled() and (x.requires_grad or q.scale.requires_grad)
-        y: Tensor = IntegerConv2d.apply(x, q.scale, weight, w.scale, self.bias, grid, weight_grid, geometry, train)[0]
+        cut, limit = before_relu(x)
+        relu = cut is not None and not q.is_signed and (limit is None or float(q.step) * q.qmax <= limit)
+        x = cut if relu and cut is not None else x
+        arguments = x, q.scale, weight, w.scale, self.bias, grid, weight_grid, geometry, train, relu
+        y: Tensor = IntegerConv2d.apply(*arguments)[0]
         return y
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from qat.config import Format, QatError, QuantConfig, closest, parse_bits
 from qat.layers import LAYERS, AnyQuantizer, QuantLayer
+from qat.lean import make_lean, undo_lean
 from qat.planning import Plan, PlanEntry, TensorPlan, float_reason, plan
 from qat.quantizers import METHODS, FP8Quantizer, MixedPrecisionQuantizer, Quantizer
 
@@ -36,6 +37,7 @@ __all__ = [
 def quantize(model: nn.Module, config: QuantConfig | None = None, *, bits: Any = None) -> nn.Module:
     """Put quantizers in front of every convolution and linear layer, in place; keep what is returned.
 
+    ReLUs and max pools keep less for the backward from then on (`qat.lean`), at the same values and gradients.
     Parameters, their names and the user's hooks stay; `conv1.weight_quantizer.scale` and so on are new. Weight scales
     are set at once, activations need `qat.calibrate`. With `bits="float"` the model comes back unchanged.
 
@@ -89,6 +91,8 @@ def apply_plan(model: nn.Module, todo: Plan) -> nn.Module:
                 tied[id(weight)] = quantizer
             act = make_quantizer(e.act, f"{prefix}input_quantizer", weight)
             swaps.append((e, layer, tied[id(weight)], act))
+    if swaps:
+        make_lean(model)
     for e, layer, weight_quantizer, act in swaps:
         quantized = LAYERS[type(layer)].from_float(layer, weight_quantizer, act)
         quantized.reason, quantized.fixed, quantized.forward_mode = e.reason, e.fixed, e.forward
@@ -133,6 +137,7 @@ def dequantize(model: nn.Module) -> nn.Module:
             )
     for layer in layers:
         layer.to_float()
+    undo_lean(model)
     for module in model.modules():
         remove_loading(module)
     return model

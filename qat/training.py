@@ -20,7 +20,7 @@ from qat.checkpoint import describe
 from qat.config import Config, QatError
 from qat.optim import param_groups
 
-__all__ = ["AUX_WEIGHT", "Classifier", "keep_freed_memory"]
+__all__ = ["AUX_WEIGHT", "Classifier", "keep_freed_memory", "settle_norms"]
 
 AUX_WEIGHT = 0.3
 """Weight of the auxiliary heads' losses (Szegedy et al. 2014, section 5)."""
@@ -29,7 +29,8 @@ AUX_WEIGHT = 0.3
 class Classifier(L.LightningModule):
     """Trains an image classifier; the model arrives already quantized, or float.
 
-    Logs `train/loss`, `train/acc`, `val/loss`, `val/acc`, `test/acc` and `lr`; accuracies in percent.
+    Logs `train/loss`, `train/acc`, `val/loss`, `val/acc`, `test/acc` and `lr`; accuracies in percent. The best epoch is
+    the one of the largest `val/score`: the accuracy, and where it ties, as on few images it does, the lesser loss.
 
     Args:
         model: maps images (N, 3, H, W) to logits (N, num_classes), in training perhaps with auxiliary logits.
@@ -75,6 +76,9 @@ class Classifier(L.LightningModule):
         accuracy.update(logits, y)
         self.log(f"{split}/loss", loss, on_step=False, on_epoch=True, batch_size=len(y), sync_dist=split != "train")
         self.log(f"{split}/acc", accuracy, on_step=False, on_epoch=True, batch_size=len(y))
+        if split == "val":
+            share = (logits.argmax(1) == y).float().mean()
+            self.log("val/score", 100 * share - loss.float() / 100, on_step=False, on_epoch=True, batch_size=len(y))
         return loss
 
     def on_fit_start(self) -> None:

@@ -669,8 +669,9 @@ WEIGHT_ONLY: dict[str, Any] = {
     "scales_with": (),
 }
 RELU: dict[str, Any] = {
-    "arguments": ("x",),
+    "arguments": ("x", "limit"),
     "state": no_state,
+    "options": ({"limit": None},),  # the others are in tests/test_lean.py
     "axes": (None,),
     "passes_nan": True,
     "float32": False,

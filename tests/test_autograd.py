@@ -100,8 +100,10 @@ CASES = {
     "fp8": Case(FP8, lambda: (one(0.01), torch.float8_e4m3fn, None)),
     "fp8-e5m2": Case(FP8, lambda: (per_channel() / 50000, torch.float8_e5m2, 0)),
     "mixed_precision": Case(MixedPrecision, lambda: (torch.bfloat16,), saved=0, twice=True),
-    "relu": Case(LeanReLU, tuple, twice=True),
-    "relu-inplace": Case(LeanReLUInplace, tuple, twice=True, public=functools.partial(functional.relu, inplace=True)),
+    "relu": Case(LeanReLU, lambda: (None,), twice=True),
+    "relu-inplace": Case(
+        LeanReLUInplace, lambda: (None,), twice=True, public=lambda x, limit: functional.relu(x, True, limit)
+    ),
 }
 WITH_RESIDUE = {n: c for n, c in CASES.items() if not n.startswith(("dorefa", "binary", "ternary", "mixed", "relu-in"))}
 WITH_RESIDUE |= {"binary_activation": CASES["binary_activation"]}
@@ -796,7 +798,7 @@ def test_the_inplace_function_itself_refuses_to_compile(x, fresh_compiler):
     """torch would drop its backward when x is an input of the graph; `relu(x, inplace=True)` compiles."""
     compiled = torch.compile(LeanReLUInplace.apply, fullgraph=True, backend="aot_eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"functional.relu\(x, inplace=True\)"):
-        compiled(x.clone())
+        compiled(x.clone(), None)
     for discard in (False, True):
         leaf = x.clone().requires_grad_()
         y = leaf * 1

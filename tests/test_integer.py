@@ -43,7 +43,7 @@ def test_equals_the_convolution_of_values(name: str, bits: str) -> None:
     ours = [t.clone().requires_grad_() for t in state]
     float_ = [t.clone().requires_grad_() for t in state]
 
-    y = IntegerConv2d.apply(*ours, Grid(qmin, qmax, 0.3), Grid(-7, 7, 0.2), geometry, True)[0]
+    y = IntegerConv2d.apply(*ours, Grid(qmin, qmax, 0.3), Grid(-7, 7, 0.2), geometry, True, False)[0]
     expected = F.conv2d(
         lsq(float_[0], float_[1], qmin, qmax, None, 0.3), lsq(float_[2], float_[3], -7, 7, 0, 0.2), float_[4], *geometry
     )
@@ -66,7 +66,7 @@ def test_sums_beyond_sixteen_bits_do_not_saturate() -> None:
     one = torch.ones(1)
     geometry = ([1, 1], [1, 1], [1, 1], 1)
     y = IntegerConv2d.apply(
-        x, one, weight, torch.ones(4), None, Grid(0, 255, 1.0), Grid(-127, 127, 1.0), geometry, False
+        x, one, weight, torch.ones(4), None, Grid(0, 255, 1.0), Grid(-127, 127, 1.0), geometry, False, False
     )[0]
     assert y.max().item() == 255 * 127 * 64 * 9
 
@@ -76,7 +76,7 @@ def test_nan_stays_nan(where: str) -> None:
     x, weight = torch.randn(2, 4, 5, 5), torch.randn(3, 4, 3, 3)
     (x if where == "input" else weight).view(-1)[7] = float("nan")
     geometry = ([1, 1], [1, 1], [1, 1], 1)
-    arguments = (Grid(0, 15, 1.0), Grid(-7, 7, 1.0), geometry, False)
+    arguments = (Grid(0, 15, 1.0), Grid(-7, 7, 1.0), geometry, False, False)
     y = IntegerConv2d.apply(x, torch.tensor([0.1]), weight, torch.full((3,), 0.1), None, *arguments)[0]
     assert y.isnan().any()
     assert y.isnan().all() or where == "weight"  # a weight's NaN poisons its own output channel

@@ -92,6 +92,40 @@ def test_names_what_does_not_move(method, loader):
     assert fit(Lit(model, forget=[stuck]), loader) == {"still": ["2.input_quantizer"]}
 
 
+class Schedule(Lit):
+    """As `train.py` does: a cosine over all steps."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def moved_until_spent(factor, loader):
+    """Warnings per epoch of four, where a scale's gradient is so small that only a high rate moves it."""
+    model = quantized()
+    model[2].input_quantizer.raw.register_hook(lambda g: torch.full_like(g, 1e-4))
+    lit = Schedule(model, scale_lr=0.1)
+    lit.factor = factor
+    return fit(lit, loader, max_epochs=4)
+
+
+def test_a_rate_that_has_run_out_moves_nothing(loader):
+    """At the end of a schedule steps are smaller than the last bit; that is no fault. At its start it is one."""
+    assert moved_until_spent(lambda step: 1.0 if step < 9 else 1e-4, loader) == {}
+    assert moved_until_spent(lambda step: 1.0 if step < 9 else 0.0, loader) == {}
+    model = quantized()
+    model[2].input_quantizer.raw.register_hook(torch.zeros_like)
+    lit = Schedule(model)
+    lit.factor = lambda step: 1.0 if step < 2 else 0.0
+    assert fit(lit, loader) == {"still": ["2.input_quantizer"]}
+
+
+def test_no_rate_asked_for(loader):
+    """`optim.scale_lr=0` is a choice."""
+    assert fit(Lit(quantized(), scale_lr=0.0), loader) == {}
+
+
 def test_without_steps_nothing_had_to_move(loader):
     model = quantized()
     lit = Lit(model, forget=[m for m in model.modules() if hasattr(m, "raw")])

@@ -109,21 +109,6 @@ def environment(**more: str) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in ("HYDRA_FULL_ERROR", "LOCAL_RANK")} | more
 
 
-@pytest.fixture
-def quick_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Running statistics that are right after a few steps, or a calibration so early has little to do with training."""
-    build = models.build
-
-    def quick_build(*arguments: Any, **options: Any) -> tuple[nn.Module, bool]:
-        model, trained = build(*arguments, **options)
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.momentum = 0.9
-        return model, trained
-
-    monkeypatch.setattr(models, "build", quick_build)
-
-
 def start(cwd: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
     """`python train.py ...` as a process of its own."""
     command = [sys.executable, str(SCRIPT), *arguments]
@@ -351,7 +336,6 @@ LONG = ["model=mobilenet_v3_small", *SMALL[1:], *FEW, "recipe.float_epochs=2", "
 """Batch norm, dropout, and two epochs in each stage."""
 
 
-@pytest.mark.usefixtures("quick_norms")
 def test_resumed_runs_equal_an_undisturbed_one(run: Run, monkeypatch: pytest.MonkeyPatch):
     """Killed in the middle of an epoch and between stages, and again: 2 + 2 epochs are 4."""
     assert run(*LONG).code == 0
@@ -628,7 +612,6 @@ def test_profiler(run: Run, monkeypatch: pytest.MonkeyPatch, profiler: str, word
     assert {"FIT Profiler Report", words} <= {w for text in shown for w in ("FIT Profiler Report", words) if w in text}
 
 
-@pytest.mark.usefixtures("quick_norms")
 def test_batch_norm_trains_in_both_stages(run: Run, monkeypatch: pytest.MonkeyPatch):
     """The calibrated model is tested before its fit, and Lightning calls no train(): it must be in that mode anyway."""
     modes: dict[str, set[bool]] = {"float": set(), "quantized": set()}

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import qat
 from qat.callbacks import Calibrate, History
 from qat.config import Config, OptimConfig, QatError
-from qat.training import AUX_WEIGHT, Classifier, keep_freed_memory
+from qat.training import AUX_WEIGHT, Classifier, keep_freed_memory, settle_norms
 
 BUILDER: dict[str, Any] = {"name": "none", "num_classes": 3}
 Batch = tuple[Tensor, Tensor]
@@ -100,6 +100,35 @@ def test_fit_after_test_trains_batch_norm(tmp_path: Path):
     fit(engine, lit)
     assert spy.modes == {True}
     assert not torch.equal(lit.model[1].running_mean, before)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "steps", "expected"),
+    [
+        (0.1, 240, 0.1),  # the usual one is right for all but the shortest training
+        (0.01, 240, 10 / 240),
+        (0.0003, 240, 10 / 240),
+        (0.0003, 10**6, 0.0003),
+        (0.1, 4, 0.5),
+        (0.1, 0, 0.5),
+        (None, 4, None),  # a plain mean over all steps
+    ],
+)
+def test_momentum_of_norms(momentum: float | None, steps: int, expected: float | None):
+    model = nn.Sequential(nn.BatchNorm2d(2, momentum=momentum), nn.LayerNorm(2))  # type: ignore[arg-type]
+    settle_norms(model, steps)
+    assert model[0].momentum == expected
+
+
+def test_running_statistics_follow_a_short_training(tmp_path: Path):
+    """With a momentum made for long ones, such as MNASNet's, they would stay near mean 0 and variance 1."""
+    model = nn.Sequential(nn.BatchNorm2d(3, momentum=0.0003), nn.Flatten(), nn.Linear(108, 3))
+    data = Batches(20)
+    for images, _ in data.batches:
+        images.mul_(5).add_(7)
+    fit(trainer(tmp_path, max_epochs=2), classifier(model, "float"), data)
+    torch.testing.assert_close(model[0].running_mean, torch.full((3,), 7.0), rtol=0.05, atol=0)
+    torch.testing.assert_close(model[0].running_var, torch.full((3,), 25.0), rtol=0.15, atol=0)
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------

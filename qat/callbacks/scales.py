@@ -19,9 +19,10 @@ __all__ = ["ScaleWatch"]
 class ScaleWatch(L.Callback):
     """Warns, once per kind, at the end of a training epoch, and names every scale that went wrong.
 
-    Wrong is a scale that learns but did not move at all in the epoch; one that exploded or vanished, as used: beyond
-    100 times its calibrated value, below a 100th of it, at the floor, or not finite; and one that clips more than half
-    of its weight. The device is waited for once per epoch.
+    Wrong is a scale that learns but did not move in the epoch, being in no optimizer or getting no gradient (near the
+    end of a schedule steps may well be smaller than a float32's last bit: that is no fault); one that exploded or
+    vanished, as used: beyond 100 times its calibrated value, below a 100th of it, at the floor, or not finite; and one
+    that clips more than half of its weight. The device is waited for once per epoch.
 
     Args:
         factor: how far from its calibrated value a scale may go, either way.
@@ -32,6 +33,7 @@ class ScaleWatch(L.Callback):
         self.factor, self.clipped = factor, clipped
         self.calibrated: dict[str, Tensor] = {}  # scales as used, before any training
         self.before: dict[str, Tensor] = {}  # raw parameters at the start of the epoch
+        self.pulls: dict[str, Tensor] = {}  # sums of the gradients' magnitudes, of LOOKS steps
         self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -46,11 +48,22 @@ class ScaleWatch(L.Callback):
         """Remember where the scales are."""
         learned = learned_scales(pl_module)
         self.steps = trainer.global_step
+        self.pulls = {}
         self.before = {name: q.raw.detach().clone() for name, q in learned.items()}
         for name, q in learned.items():
             reference = self.calibrated.get(name)
             if reference is None or reference.shape != q.raw.shape:
                 self.calibrated[name] = q.step.clone()
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        """See which scales get a gradient."""
+        if trainer.global_step - self.steps >= LOOKS:
+            return
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, q in learned_scales(pl_module).items():
+            if id(q.raw) in owned and q.raw.grad is not None:
+                self.pulls[name] = self.pulls.get(name, 0.0) + q.raw.grad.abs().sum()
 
     @torch.no_grad()
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -59,7 +72,7 @@ class ScaleWatch(L.Callback):
             return
         learned = {name: q for name, q in learned_scales(pl_module).items() if name in self.before}
         weights = clippable_weights(pl_module)
-        findings = [(STILL, q.name or name, (q.raw == self.before[name]).all()) for name, q in learned.items()]
+        findings = [(STILL, q.name or name, self.still(q.raw, name)) for name, q in learned.items()]
         findings += [(USELESS, q.name or name, self.useless(q.step, name)) for name, q in learned.items()]
         findings += [(CLIPPED, q.name or name, share_clipped(q, w) > self.clipped) for name, (q, w) in weights.items()]
         if not findings:
@@ -71,6 +84,10 @@ class ScaleWatch(L.Callback):
             if names:
                 warnings.warn(kind.format(names=", ".join(names)), stacklevel=1)
 
+    def still(self, raw: Tensor, name: str) -> Tensor:
+        """Whether a scale stayed where it was, and not for want of a learning rate (a bool tensor)."""
+        return (raw == self.before[name]).all() & (self.pulls.get(name, torch.zeros_like(raw.sum())) == 0)
+
     def useless(self, step: Tensor, name: str) -> Tensor:
         """Whether any scale of a quantizer is (a bool tensor)."""
         change = step / self.calibrated[name].to(step.device)
@@ -79,9 +96,13 @@ class ScaleWatch(L.Callback):
         return ~good.all()
 
 
-STILL = "scales that did not move in this epoch (are they in the optimizer, their layers used?): {names}"
+STILL = "scales that did not move in this epoch (are they in the optimizer, do their layers get a gradient?): {names}"
 USELESS = "scales that exploded or vanished since calibration (try a lower optim.scale_lr): {names}"
 CLIPPED = "scales so small that they clip more than half of the weight (try a lower optim.scale_lr): {names}"
+
+
+LOOKS = 8
+"""Gradients are looked at in so many steps of an epoch: enough to tell none from a small one."""
 
 
 def learned_scales(module: nn.Module) -> dict[str, Quantizer]:

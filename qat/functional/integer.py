@@ -23,7 +23,7 @@ class Grid(NamedTuple):
 
 
 class IntegerConv2d(QatFunction):
-    """`IntegerConv2d.apply(x, scale, weight, weight_scale, bias, grid, weight_grid, geometry, train)`.
+    """`IntegerConv2d.apply(x, scale, weight, weight_scale, bias, grid, weight_grid, geometry, train, relu)`.
 
     As `conv2d(lsq(x, scale), lsq(weight, weight_scale), bias)`, values and gradients, but the products are of int8
     codes and their sums of int32, so y differs from the float convolution of the same values by float32 rounding only.
@@ -40,6 +40,7 @@ class IntegerConv2d(QatFunction):
         weight_grid: of the weight.
         geometry: (stride, padding, dilation, groups), the first three as lists of two integers.
         train: whether a backward will come; without, no residue is made.
+        relu: whether x is what enters a ReLU, in whose place the quantizer stands (qmin is 0).
 
     Returns:
         y: float32 (N, O, H', W') in channels_last; the codes of x, uint8, shifted by 128 if signed; the residue, int8.
@@ -57,12 +58,13 @@ class IntegerConv2d(QatFunction):
         weight_grid: Grid,
         geometry: tuple[list[int], list[int], list[int], int],
         train: bool,
+        relu: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         s, ws = kernels.positive(scale), kernels.positive(weight_scale)
         x = x.contiguous(memory_format=torch.channels_last)
         signed = grid.qmin < 0
         shift = integer.SHIFT if signed else 0
-        codes, residue, poisoned = kernels.encode_bytes(x, s, grid.qmin, grid.qmax, shift, train)
+        codes, residue, poisoned = kernels.encode_bytes(x, s, grid.qmin, grid.qmax, shift, train, relu)
         weight_codes, weight_poisoned = kernels.encode_weight(weight, ws, weight_grid.qmin, weight_grid.qmax)
         ws = torch.where(weight_poisoned, float("nan"), ws)
         step = float("nan") if poisoned.item() else s.item()
@@ -71,7 +73,7 @@ class IntegerConv2d(QatFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor | None]) -> None:
-        _, scale, weight, weight_scale, bias, ctx.grid, ctx.weight_grid, ctx.geometry, _ = inputs
+        _, scale, weight, weight_scale, bias, ctx.grid, ctx.weight_grid, ctx.geometry, *_ = inputs
         _, codes, residue = output
         ctx.mark_non_differentiable(*(t for t in (codes, residue) if t is not None))
         ctx.set_materialize_grads(False)
@@ -82,7 +84,7 @@ class IntegerConv2d(QatFunction):
     @once_differentiable
     def backward(ctx: Any, g: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if g is None:
-            return (None,) * 9
+            return (None,) * 10
         codes, residue, scale, weight, weight_scale = ctx.saved_tensors
         grid, weight_grid, (stride, padding, dilation, groups) = ctx.grid, ctx.weight_grid, ctx.geometry
         s, ws = kernels.positive(scale), kernels.positive(weight_scale)
@@ -113,4 +115,4 @@ class IntegerConv2d(QatFunction):
             )
             if grad_weight_scale is not None:
                 grad_weight_scale = kernels.positive_grad(grad_weight_scale * weight_grid.gain, weight_scale)
-        return grad_x, grad_scale, grad_w, grad_weight_scale, grad_bias, None, None, None, None
+        return grad_x, grad_scale, grad_w, grad_weight_scale, grad_bias, None, None, None, None, None

@@ -57,6 +57,7 @@ __all__ = [
     "positive",
     "positive_grad",
     "reduce_to_scale",
+    "relu_mask",
     "round_dtype",
     "slope",
     "ste_grad",
@@ -145,9 +146,16 @@ def ste_grad(g: Tensor, residue: Tensor) -> Tensor:
     return result
 
 
-def encode_bytes(x: Tensor, scale: Tensor, qmin: int, qmax: int, shift: int, lean: bool = False) -> Any:
+def encode_bytes(
+    x: Tensor, scale: Tensor, qmin: int, qmax: int, shift: int, lean: bool = False, relu: bool = False
+) -> Any:
     """See `reference.encode_bytes`."""
-    return implementation(x, None).encode_bytes(x, scale, qmin, qmax, shift, lean)
+    return implementation(x, None).encode_bytes(x, scale, qmin, qmax, shift, lean, relu)
+
+
+def relu_mask(x: Tensor, limit: float | None = None) -> Any:
+    """See `reference.relu_mask`."""
+    return implementation(x, None).relu_mask(x, limit)
 
 
 def decode_bytes(codes: Tensor, scale: Tensor, shift: int) -> Tensor:

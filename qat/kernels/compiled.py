@@ -24,6 +24,7 @@ __all__ = [
     "fake_quantize",
     "lsq_grad",
     "lsq_grad_exact",
+    "relu_mask",
     "ste_grad",
     "supported",
 ]
@@ -73,6 +74,13 @@ def constant(value: int, device: torch.device) -> Tensor:
     """A code as a float32 tensor of no dimensions."""
     with torch.inference_mode(False):
         return torch.tensor(float(value), device=device)
+
+
+@functools.cache
+def flag(value: bool, device: torch.device) -> Tensor:
+    """A bool tensor of no dimensions."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, device=device)
 
 
 def bound(value: Bound, x: Tensor) -> Tensor:
@@ -125,9 +133,9 @@ def both_grads_exact(g: Tensor, x: Tensor, scale: Tensor, qmin: Tensor, qmax: Te
     return grad_x.to(g.dtype), grad_scale
 
 
-def bytes_and_residue(x: Tensor, scale: Tensor, qmin: Tensor, qmax: Tensor, shift: Tensor) -> Any:
+def bytes_and_residue(x: Tensor, scale: Tensor, qmin: Tensor, qmax: Tensor, shift: Tensor, relu: Tensor) -> Any:
     """Forward of an integer layer in training."""
-    return reference.encode_bytes(x, scale, qmin, qmax, shift, lean=True)
+    return reference.encode_bytes(x, scale, qmin, qmax, shift, lean=True, relu=relu)
 
 
 def bytes_only(x: Tensor, scale: Tensor, qmin: Tensor, qmax: Tensor, shift: Tensor) -> Any:
@@ -178,15 +186,29 @@ def ste_grad(g: Tensor, residue: Tensor) -> Tensor:
 
 
 def encode_bytes(
-    x: Tensor, scale: Tensor, qmin: Bound, qmax: Bound, shift: int | Tensor, lean: bool = False
+    x: Tensor,
+    scale: Tensor,
+    qmin: Bound,
+    qmax: Bound,
+    shift: int | Tensor,
+    lean: bool = False,
+    relu: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """See `reference.encode_bytes`."""
     arguments = flat(x, None), flat_scale(scale, None), bound(qmin, x), bound(qmax, x), bound(shift, x)
     if lean:
-        codes, residue, poisoned = call(bytes_and_residue, *arguments)
+        codes, residue, poisoned = call(bytes_and_residue, *arguments, flag(relu, x.device))
         return like(codes, x), like(residue, x), poisoned
     codes, poisoned = call(bytes_only, *arguments)
     return like(codes, x), None, poisoned
+
+
+def relu_mask(x: Tensor, limit: float | None = None) -> tuple[Tensor, Tensor]:
+    """See `reference.relu_mask`."""
+    if limit is not None:
+        return reference.relu_mask(x, limit)
+    y, mask = call(reference.relu_mask, flat(x, None))
+    return like(y, x), like(mask, x)
 
 
 def decode_bytes(codes: Tensor, scale: Tensor, shift: int | Tensor) -> Tensor:

@@ -56,12 +56,20 @@ def reduce_to_scale(t: Tensor, scale: Tensor, axis: int | None) -> Tensor:
 
 
 def encode(
-    x: Tensor, scale: Tensor, qmin: Bound, qmax: Bound, axis: int | None, lean: bool = False
+    x: Tensor,
+    scale: Tensor,
+    qmin: Bound,
+    qmax: Bound,
+    axis: int | None,
+    lean: bool = False,
+    relu: bool | Tensor = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Codes, and with `lean` the residue: what `lsq_grad` and `ste_grad` need in place of x, one int8 per element.
 
     codes = clamp(round(x / scale), qmin, qmax), half to even, by true division as the runtimes do it. With a zero point
     z the range is shifted instead, to qmin - z .. qmax - z (then the bounds may be tensors), and codes count from z.
+
+    With `relu`, x is what enters a ReLU and qmin is 0: codes as of relu(x), and no gradient passes at 0 either.
     """
     v = x.float() / broadcast(scale, x.ndim, axis)
     inside = clamp(v, qmin, qmax)  # clamp and round commute, as the ends are integers; clamped first, v tells the rest
@@ -69,8 +77,11 @@ def encode(
     if not lean:
         return codes, None
     residue = ((codes - v) * STEPS).round()
-    marks = torch.where(v > inside, float(ABOVE), torch.where(v < inside, float(BELOW), float(NAN)))
-    return codes, torch.where(v == inside, residue, marks).to(torch.int8)
+    kept = v == inside
+    if relu is not False:
+        kept = kept & ((v > 0) | ~torch.as_tensor(relu, device=v.device))
+    marks = torch.where(v > inside, float(ABOVE), torch.where(v <= inside, float(BELOW), float(NAN)))
+    return codes, torch.where(kept, residue, marks).to(torch.int8)
 
 
 def fake_quantize(
@@ -82,10 +93,16 @@ def fake_quantize(
 
 
 def encode_bytes(
-    x: Tensor, scale: Tensor, qmin: Bound, qmax: Bound, shift: int | Tensor, lean: bool = False
+    x: Tensor,
+    scale: Tensor,
+    qmin: Bound,
+    qmax: Bound,
+    shift: int | Tensor,
+    lean: bool = False,
+    relu: bool | Tensor = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Codes as uint8, shifted by `shift`; with `lean` the residue; and whether there was a NaN, which no byte holds."""
-    codes, residue = encode(x, scale, qmin, qmax, None, lean)
+    codes, residue = encode(x, scale, qmin, qmax, None, lean, relu)
     poisoned = codes.isnan()
     return torch.where(poisoned, 0.0, codes + shift).to(torch.uint8), residue, poisoned.any()
 
@@ -100,6 +117,12 @@ def encode_weight(w: Tensor, scale: Tensor, qmin: Bound, qmax: Bound) -> tuple[T
     codes, _ = encode(w, scale, qmin, qmax, 0)
     poisoned = codes.isnan()
     return torch.where(poisoned, 0.0, codes).to(torch.int8), poisoned.flatten(1).any(1)
+
+
+def relu_mask(x: Tensor, limit: float | None = None) -> tuple[Tensor, Tensor]:
+    """relu(x), or with a limit hardtanh(x, 0, limit); and where its gradient passes, at NaN too, as a bool."""
+    y = torch.relu(x) if limit is None else x.clamp(0, limit)
+    return y, ~(y <= 0) if limit is None else ~((y <= 0) | (y >= limit))
 
 
 def clamp(v: Tensor, qmin: Bound, qmax: Bound) -> Tensor:

@@ -20,5 +20,5 @@ class LSQQuantizer(Quantizer):
         return values
 
     def default_init(self) -> str:
-        """The paper's step at low bits; at 8 that leaves three quarters of the codes unused: least error there."""
-        return "lsq" if self.bits <= 4 else "mse"
+        """The paper's step; least error for activations of many bits, where that step leaves most codes unused."""
+        return "lsq" if self.weight or self.bits <= 4 else "mse"
