@@ -15,7 +15,7 @@ __all__ = ["LeanReLU", "LeanReLUInplace", "relu"]
 
 
 class LeanReLU(QatFunction):
-    """`LeanReLU.apply(x, limit) -> (y, mask)`; see `relu`. Saves the mask, a bool per element: True where it passes."""
+    """`LeanReLU.apply(x, limit) -> (y, mask)`; see `relu`. Saves the mask, a byte per element: 1 where it passes."""
 
     generate_vmap_rule = True
 
@@ -34,7 +34,7 @@ class LeanReLU(QatFunction):
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, _: None) -> tuple[Tensor | None, None]:
         (mask,) = ctx.saved_tensors
-        return None if g is None else torch.where(mask, g, 0.0), None
+        return None if g is None else kernels.relu_grad(g, mask), None
 
 
 class LeanReLUInplace(QatFunction):
@@ -57,12 +57,12 @@ class LeanReLUInplace(QatFunction):
         x, limit = inputs
         ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(~(output <= 0) if limit is None else ~((output <= 0) | (output >= limit)))
+        ctx.save_for_backward(kernels.relu_mask(output, limit)[1])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, None]:
         (mask,) = ctx.saved_tensors
-        return None if g is None else torch.where(mask, g, 0.0), None
+        return None if g is None else kernels.relu_grad(g, mask), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, limit: float | None) -> tuple[Tensor, int | None]:

@@ -57,6 +57,7 @@ __all__ = [
     "positive",
     "positive_grad",
     "reduce_to_scale",
+    "relu_grad",
     "relu_mask",
     "round_dtype",
     "slope",
@@ -156,6 +157,12 @@ def encode_bytes(
 def relu_mask(x: Tensor, limit: float | None = None) -> Any:
     """See `reference.relu_mask`."""
     return implementation(x, None).relu_mask(x, limit)
+
+
+def relu_grad(g: Tensor, mask: Tensor) -> Tensor:
+    """See `reference.relu_grad`."""
+    result: Tensor = implementation(mask, None).relu_grad(g, mask)
+    return result
 
 
 def decode_bytes(codes: Tensor, scale: Tensor, shift: int) -> Tensor:

@@ -24,6 +24,7 @@ __all__ = [
     "fake_quantize",
     "lsq_grad",
     "lsq_grad_exact",
+    "relu_grad",
     "relu_mask",
     "ste_grad",
     "supported",
@@ -70,7 +71,7 @@ def flat_scale(scale: Tensor, axis: int | None) -> Tensor:
 
 
 @functools.cache
-def constant(value: int, device: torch.device) -> Tensor:
+def constant(value: float, device: torch.device) -> Tensor:
     """A code as a float32 tensor of no dimensions."""
     with torch.inference_mode(False):
         return torch.tensor(float(value), device=device)
@@ -88,16 +89,45 @@ def bound(value: Bound, x: Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else constant(value, x.device)
 
 
+ROWS, COLUMNS = 61, 16411
+"""Sizes of the tensors that kernels are made with: large, so that they run on all cores, unlike each other, and odd."""
+
+
+def compiled(function: Callable[..., Any], arguments: tuple[Tensor, ...]) -> Callable[..., Any]:
+    """The function as one kernel for all shapes of arguments of these dtypes, dimensions and devices."""
+    return build(function, tuple((a.dtype, a.ndim, a.device) for a in arguments))
+
+
 @functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as one kernel for all shapes."""
-    return torch.compile(function, dynamic=True, fullgraph=True)
+def build(function: Callable[..., Any], kinds: tuple[tuple[torch.dtype, int, torch.device], ...]) -> Callable[..., Any]:
+    """Trace and compile.
+
+    As `torch.compile(dynamic=True)` does it, but without the part that looks, at each call, whether a new case has
+    come: what can differ from call to call is in `kinds`. A call costs a quarter then, which most tensors are small
+    enough to notice. Sizes stay symbols, also those that are 1.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    rows = max(ndim for _, ndim, _ in kinds) == 2
+    shapes = {0: (), 1: (ROWS,) if rows else (ROWS * COLUMNS,), 2: (ROWS, COLUMNS)}
+    examples = [torch.ones(shapes[ndim], dtype=dtype, device=device) for dtype, ndim, device in kinds]
+    graph = make_fx(function, tracing_mode="symbolic")(*examples)
+    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # it cannot hash such a graph; kernels are cached
+        kernel: Any = compile_fx(graph, inputs)
+    return kernel  # type: ignore[no-any-return]
 
 
 def call(function: Callable[..., Any], *arguments: Tensor) -> Any:
     """Run a kernel where autograd and autocast do not see it: they would multiply the cases."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        return compiled(function)(*(a.detach() for a in arguments))
+    if torch._C._is_any_autocast_enabled():  # entering and leaving costs as much as the kernel of a small tensor
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return call(function, *arguments)
+    with torch.no_grad():
+        detached = tuple(a.detach() for a in arguments)
+        result = compiled(function, detached)(*detached)
+        return result[0] if isinstance(result, list | tuple) and len(result) == 1 else result
 
 
 # --- the kernels, on flat tensors -------------------------------------------------------------------------------------
@@ -136,6 +166,16 @@ def both_grads_exact(g: Tensor, x: Tensor, scale: Tensor, qmin: Tensor, qmax: Te
 def bytes_and_residue(x: Tensor, scale: Tensor, qmin: Tensor, qmax: Tensor, shift: Tensor, relu: Tensor) -> Any:
     """Forward of an integer layer in training."""
     return reference.encode_bytes(x, scale, qmin, qmax, shift, lean=True, relu=relu)
+
+
+def rectified_and_mask(x: Tensor) -> Any:
+    """Forward of a ReLU."""
+    return reference.relu_mask(x)
+
+
+def limited_and_mask(x: Tensor, limit: Tensor) -> Any:
+    """Forward of a ReLU with a limit."""
+    return reference.relu_mask(x, limit)
 
 
 def bytes_only(x: Tensor, scale: Tensor, qmin: Tensor, qmax: Tensor, shift: Tensor) -> Any:
@@ -205,10 +245,16 @@ def encode_bytes(
 
 def relu_mask(x: Tensor, limit: float | None = None) -> tuple[Tensor, Tensor]:
     """See `reference.relu_mask`."""
-    if limit is not None:
-        return reference.relu_mask(x, limit)
-    y, mask = call(reference.relu_mask, flat(x, None))
+    if limit is None:
+        y, mask = call(rectified_and_mask, flat(x, None))
+    else:
+        y, mask = call(limited_and_mask, flat(x, None), constant(limit, x.device))
     return like(y, x), like(mask, x)
+
+
+def relu_grad(g: Tensor, mask: Tensor) -> Tensor:
+    """See `reference.relu_grad`."""
+    return like(call(reference.relu_grad, flat(aligned(g, mask), None), flat(mask, None)), mask)
 
 
 def decode_bytes(codes: Tensor, scale: Tensor, shift: int | Tensor) -> Tensor:

@@ -47,8 +47,9 @@ def convolve(
         float32 (N, O, H', W'), in channels_last.
     """
     zero = SHIFT if signed else 0
+    one = torch.ones(1)  # packing does not depend on the scales, but reads each given to it
     packed = torch.ops.onednn.qconv_prepack(
-        weight_codes, weight_scale, scale, zero, stride, padding, dilation, groups, list(codes.shape)
+        weight_codes, one, scale, zero, stride, padding, dilation, groups, list(codes.shape)
     )
     zeros = torch.zeros(weight_codes.shape[0], dtype=torch.long)
     result: Tensor = torch.ops.onednn.qconv_pointwise(
@@ -91,8 +92,10 @@ def available() -> bool:
                 codes = codes.contiguous(memory_format=torch.channels_last)
                 weight = torch.full((32, 64, 3, 3), 127, dtype=torch.int8)
                 weight[::2] = torch.randint(-127, 128, (16, 64, 3, 3), generator=generator).to(torch.int8)
-                got = convolve(codes, 1.0, signed, weight, torch.ones(32), None, [1, 1], [1, 1], [1, 1], 1)
+                scales = 2.0 ** -(torch.arange(32) % 5)
+                got = convolve(codes, 1.0, signed, weight, scales, None, [1, 1], [1, 1], [1, 1], 1)
                 exact = torch.nn.functional.conv2d(codes.double() - SHIFT * signed, weight.double(), padding=1)
+                exact *= scales.double()[:, None, None]
                 if not torch.equal(got.double(), exact.float().double()):
                     return False
     except (RuntimeError, AttributeError, NotImplementedError, TypeError):
