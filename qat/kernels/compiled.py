@@ -116,7 +116,7 @@ def build(function: Callable[..., Any], kinds: tuple[tuple[torch.dtype, int, tor
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     with torch._functorch.config.patch(enable_autograd_cache=False):  # it cannot hash such a graph; kernels are cached
         kernel: Any = compile_fx(graph, inputs)
-    return kernel  # type: ignore[no-any-return]
+    return kernel
 
 
 def call(function: Callable[..., Any], *arguments: Tensor) -> Any:
