@@ -832,8 +832,8 @@ def sign_range(bits: int, signed: bool) -> tuple[int, int]:
 
 
 def lsq_step(values: Array, low: int, high: int, bits: int) -> Array:
-    """LSQ section 2.1: 2 mean|v| / sqrt(qmax), at few bits; least squared error beyond (None)."""
-    return 2 * np.abs(values).mean(1) / np.sqrt(high) if bits <= 4 else least_squares_step(values, low, high, bits)
+    """LSQ section 2.1: 2 mean|v| / sqrt(qmax)."""
+    return 2 * np.abs(values).mean(1) / np.sqrt(high)
 
 
 def squared_error(values: Array, s: Array, low: float, high: float) -> Array:
@@ -940,12 +940,17 @@ def both(name: str, **rest: Any) -> Method:
     return Method(Role((name, name), **rest), Role((name, name), codes=activation_range, **rest))
 
 
+def lsq_like(name: str, **rest: Any) -> Method:
+    """LSQ's step, which activations of more than four bits do not take."""
+    return Method(Role((name, name), **rest), Role((name, name), codes=activation_range, searched=beyond_four, **rest))
+
+
 FIXED: dict[str, Any] = {"gain": False, "learns": False}
 LSQ_ACTIVATION = Role(("LSQ", "LSQ"), codes=activation_range, searched=beyond_four)
 DOREFA_WEIGHT = Role(("DoReFa", "DoReFa"), codes=odd_range, step=dorefa_step, integer=7, **FIXED)
 
 METHODS: dict[str, Method] = {
-    "lsq": both("LSQ", searched=beyond_four),
+    "lsq": lsq_like("LSQ"),
     "ste": both("STE", step=least_squares_step, searched=always, **FIXED),
     "lsq_plus": Method(
         Role(("LSQ", "LSQ"), step=lsq_plus_step),
@@ -965,9 +970,9 @@ METHODS: dict[str, Method] = {
             **FIXED,
         ),
     ),
-    "ewgs": both("EWGS", searched=beyond_four),
+    "ewgs": lsq_like("EWGS"),
     "tqt": both("TQT", step=power_step),
-    "stochastic": both("Stochastic", searched=beyond_four, evaluation="LSQ"),
+    "stochastic": lsq_like("Stochastic", evaluation="LSQ"),
     "binary": Method(
         Role(("Binary", "Binary"), bits=range(1, 2), codes=sign_range, step=mean_step, **FIXED),
         Role(("LSQ", "BinaryActivation"), bits=range(1, 2), codes=sign_range, step=mean_step),

@@ -104,18 +104,19 @@ def test_least_error_of_a_long_weight(name, bits):
     assert_least_error("weight", bits, DATA[name]())
 
 
-def test_default_inits():
-    """lsq at 4 bits and below, mse above; each channel of a weight by itself."""
-    for bits, init in ((2, "lsq"), (4, "lsq"), (5, "mse"), (8, "mse")):
-        model = nn.Sequential(nn.Conv2d(3, 4, 3))
-        model[0].weight.data *= torch.tensor([1.0, 10.0, 0.1, 1e-3]).reshape(4, 1, 1, 1)
-        twin = copy.deepcopy(model)
-        qat.quantize(model, qat.QuantConfig(bits, first_last_bits=None))
-        qat.quantize(twin, qat.QuantConfig(bits, first_last_bits=None, weight=qat.TensorConfig(init=init)))
-        assert torch.equal(model[0].weight_quantizer.step, twin[0].weight_quantizer.step)
-        if init == "lsq":
-            mean = twin[0].weight.detach().abs().flatten(1).mean(1)
-            torch.testing.assert_close(model[0].weight_quantizer.step, 2 * mean / math.sqrt(2 ** (bits - 1) - 1))
+@pytest.mark.parametrize(("bits", "act_init"), [(2, "lsq"), (4, "lsq"), (5, "mse"), (8, "mse")])
+def test_default_inits(bits, act_init):
+    """LSQ's step for weights, each channel by itself; for activations of more than 4 bits the least squared error."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    model[0].weight.data *= torch.tensor([1.0, 10.0, 0.1, 1e-3]).reshape(4, 1, 1, 1)
+    mean = model[0].weight.detach().abs().flatten(1).mean(1)
+    twin = copy.deepcopy(model)
+    qat.quantize(model, qat.QuantConfig(bits, first_last_bits=None))
+    qat.quantize(twin, qat.QuantConfig(bits, first_last_bits=None, act=qat.TensorConfig(init=act_init)))
+    for m in (model, twin):
+        qat.calibrate(m, [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))])
+    torch.testing.assert_close(model[0].weight_quantizer.step, 2 * mean / math.sqrt(2 ** (bits - 1) - 1))
+    assert torch.equal(model[0].input_quantizer.step, twin[0].input_quantizer.step)
 
 
 # --- what a model is fed ----------------------------------------------------------------------------------------------

@@ -80,6 +80,23 @@ def test_pools(geometry: dict[str, Any], dtype: torch.dtype) -> None:
         assert got[0].stride() == expected[0].stride()
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 2, 2), (2, 1, 4, 4), (1, 3, 3, 5)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradient_of_a_pool_lies_in_memory_as_torchs(shape: tuple[int, ...], layout: torch.memory_format) -> None:
+    """An output of one place is contiguous in both formats; what comes before the pool must not notice."""
+    x = torch.randn(shape).contiguous(memory_format=layout)
+    whole = {"kernel_size": shape[2:]}
+    strides = []
+    for module in (nn.MaxPool2d(**whole), lean.MaxPool2d.from_float(nn.MaxPool2d(**whole), False)):
+        seen: list[Tensor] = []
+        leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        inner = leaf * 1
+        inner.register_hook(seen.append)
+        module(inner).sum().backward()
+        strides.append(seen[0].stride())
+    assert strides[0] == strides[1]
+
+
 def test_pool_of_a_large_plane() -> None:
     """More places than int16 counts."""
     x = torch.randn(1, 1, 300, 300)

@@ -76,8 +76,14 @@ Run = Callable[..., Outcome]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`python train.py ...`, in this process and in an empty working directory. A warning of ours is an error."""
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> Run:
+    """`python train.py ...`, in this process and in an empty working directory. A warning of ours is an error.
+
+    But for those about scales in a test marked `unsettled`: two steps do not settle the batch norms it calibrates on.
+    """
+    unsettled = request.node.get_closest_marker("unsettled") is not None
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     quiet, levels = train.quiet, {name: logging.getLogger(name).level for name in logging.root.manager.loggerDict}
@@ -85,6 +91,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     def quiet_but_strict() -> None:
         quiet()
         warnings.filterwarnings("error", module=r"qat\.|train$")
+        if unsettled:
+            warnings.filterwarnings("ignore", "scales ")
 
     monkeypatch.setattr(train, "quiet", quiet_but_strict)
 
@@ -264,7 +272,7 @@ def test_the_best_epoch_is_the_one_that_is_tested(run: Run, monkeypatch: pytest.
         return test(trainer, lit, data)
 
     def validation_step(self: Classifier, batch: Any, batch_idx: int) -> None:
-        self.log("val/acc", 50.0 - self.current_epoch)  # the first epoch is the best
+        self.log("val/score", 50.0 - self.current_epoch)  # the first epoch is the best
 
     monkeypatch.setattr(train, "test", watched)
     monkeypatch.setattr(Classifier, "validation_step", validation_step)
@@ -336,6 +344,7 @@ LONG = ["model=mobilenet_v3_small", *SMALL[1:], *FEW, "recipe.float_epochs=2", "
 """Batch norm, dropout, and two epochs in each stage."""
 
 
+@pytest.mark.unsettled
 def test_resumed_runs_equal_an_undisturbed_one(run: Run, monkeypatch: pytest.MonkeyPatch):
     """Killed in the middle of an epoch and between stages, and again: 2 + 2 epochs are 4."""
     assert run(*LONG).code == 0
@@ -612,6 +621,7 @@ def test_profiler(run: Run, monkeypatch: pytest.MonkeyPatch, profiler: str, word
     assert {"FIT Profiler Report", words} <= {w for text in shown for w in ("FIT Profiler Report", words) if w in text}
 
 
+@pytest.mark.unsettled
 def test_batch_norm_trains_in_both_stages(run: Run, monkeypatch: pytest.MonkeyPatch):
     """The calibrated model is tested before its fit, and Lightning calls no train(): it must be in that mode anyway."""
     modes: dict[str, set[bool]] = {"float": set(), "quantized": set()}

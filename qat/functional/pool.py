@@ -42,6 +42,8 @@ class LeanMaxPool2d(QatFunction):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         x, *ctx.geometry = inputs
         ctx.shape = x.shape
+        last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        ctx.layout = torch.channels_last if last else torch.contiguous_format
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(output[1])
@@ -51,8 +53,6 @@ class LeanMaxPool2d(QatFunction):
         if g is None:
             return (None,) * 6
         (indices,) = ctx.saved_tensors
-        last = indices.is_contiguous(memory_format=torch.channels_last)
-        layout = torch.channels_last if last else torch.contiguous_format
-        like_x = torch.empty(ctx.shape, dtype=g.dtype, device=g.device, memory_format=layout)  # only its shape is read
+        like_x = torch.empty(ctx.shape, dtype=g.dtype, device=g.device, memory_format=ctx.layout)  # never read
         backward = torch.ops.aten.max_pool2d_with_indices_backward
         return backward(g, like_x, *ctx.geometry, indices.long()), None, None, None, None, None
