@@ -36,11 +36,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 import qat
-from qat import models
+from qat import kernels, models
 from qat.callbacks import Calibrate, History, ScaleWatch
 from qat.config import GROUPS, Config, QatError, bits_name, check_arguments, choose
 from qat.data import DataModule
 from qat.files import prune, read_checkpoint, resume_point, run_folder, write_text
+from qat.planning import Plan
 from qat.report import float_bytes, quantized_bytes
 from qat.training import Classifier, keep_freed_memory
 
@@ -67,6 +68,7 @@ def train(config: Config, folder: Path) -> dict[str, Any]:
     model = model.to(memory_format=torch.channels_last)
     plan = qat.plan(model, config.quant)
     size_float = float_bytes(model)
+    kept = config.trainer.get("tune_allocator", True) and keep_freed_memory()
     trainer = make_trainer(config, folder, data, stage)
     if trainer.is_global_zero:
         write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))), folder / "config.yaml")
@@ -74,8 +76,10 @@ def train(config: Config, folder: Path) -> dict[str, Any]:
         print(f"model     {config.model.name}, {size_float / 1e6:.1f} MB as float32")
         print(f"data      {data.describe()}")
         print(f"bits      {name_of(config)}; {plan.coverage}")
-        print(f"device    {trainer.strategy.root_device}, precision {trainer.precision}")
+        memory = ", freed memory stays in the process (trainer.tune_allocator=false: it does not)" if kept else ""
+        print(f"device    {trainer.strategy.root_device}, precision {trainer.precision}{memory}")
         print(f"folder    {folder}" + (f", resumed in the {stage} stage" if resumed else ""), flush=True)
+    warm_up(trainer, plan)
 
     # Float stage, unless the model came trained
     if stage == "float":
@@ -146,8 +150,7 @@ def make_trainer(config: Config, folder: Path, data: DataModule, stage: str) -> 
         gpu = torch.cuda.is_available() and options.get("accelerator") in ("auto", "gpu", "cuda")
         options["precision"] = "bf16-mixed" if gpu else "32-true"
     choose(str(options["precision"]), PRECISIONS, "trainer.precision")
-    if options.pop("tune_allocator", True):
-        keep_freed_memory()
+    options.pop("tune_allocator", None)
     try:
         if config.logger.name == "tensorboard":
             options["logger"] = TensorBoardLogger(folder, name="tensorboard", version=stage)
@@ -155,6 +158,19 @@ def make_trainer(config: Config, folder: Path, data: DataModule, stage: str) -> 
     except (TypeError, ValueError, MisconfigurationException, ModuleNotFoundError) as error:
         hint = " (trainer=cpu runs anywhere)" if "backend" in str(error) or "accelerator" in str(error) else ""
         raise QatError(f"trainer: {one_line(error)}{hint}") from None
+
+
+def warm_up(trainer: L.Trainer, plan: Plan) -> None:
+    """Compile the kernels before the first epoch, and say so: the first time it takes half a minute."""
+    device = trainer.strategy.root_device
+    if not plan.quantized or kernels.mode() == "reference" or device.type != "cpu":
+        return
+    if trainer.is_global_zero:
+        print("kernels   compiling (the first time up to half a minute, then cached)", end="", flush=True)
+    started = time.perf_counter()
+    kernels.warm_up(device)
+    if trainer.is_global_zero:
+        print(f": {time.perf_counter() - started:.0f} s", flush=True)
 
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "32", "bf16", "16")
@@ -290,6 +306,7 @@ def quiet() -> None:
         warnings.filterwarnings("default", module=r"qat\.|train$|__main__$")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # no CUDA runtime: not needed
     logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # the table of trainer.profiler
 
 

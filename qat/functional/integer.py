@@ -22,6 +22,12 @@ class Grid(NamedTuple):
     gain: float
 
 
+def in_channels_last(t: Tensor) -> bool:
+    """Whether torch takes t for one in channels_last: by its strides, which tell also where a size of 1 leaves both."""
+    _, channel, row, column = t.stride()
+    return channel == 1 and column >= t.shape[1] and row >= column * t.shape[3] and t.numel() > t.shape[0]
+
+
 class IntegerConv2d(QatFunction):
     """`IntegerConv2d.apply(x, scale, weight, weight_scale, bias, grid, weight_grid, geometry, train, relu)`.
 
@@ -43,7 +49,7 @@ class IntegerConv2d(QatFunction):
         relu: whether x is what enters a ReLU, in whose place the quantizer stands (qmin is 0).
 
     Returns:
-        y: float32 (N, O, H', W') in channels_last; the codes of x, uint8, shifted by 128 if signed; the residue, int8.
+        y: float32 (N, O, H', W'), in memory as `conv2d` returns it; the codes of x, uint8, shifted by 128 if signed; the residue, int8.
         The last two have no gradient. NaN anywhere in x makes all of y NaN, for integers cannot carry it through.
     """
 
@@ -61,6 +67,7 @@ class IntegerConv2d(QatFunction):
         relu: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         s, ws = kernels.positive(scale), kernels.positive(weight_scale)
+        last = in_channels_last(x) or in_channels_last(weight)  # then conv2d returns it so
         x = x.contiguous(memory_format=torch.channels_last)
         signed = grid.qmin < 0
         shift = integer.SHIFT if signed else 0
@@ -69,7 +76,7 @@ class IntegerConv2d(QatFunction):
         ws = torch.where(weight_poisoned, float("nan"), ws)
         step = float("nan") if poisoned.item() else s.item()
         y = integer.convolve(codes, step, signed, weight_codes, ws, bias, *geometry)
-        return y, codes, residue
+        return y if last else y.contiguous(), codes, residue
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor | None]) -> None:

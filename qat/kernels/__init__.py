@@ -1,8 +1,9 @@
 """Kernels: the arithmetic of quantization on plain tensors, and the choice between its implementations.
 
 `reference` is the specification, plain torch; `compiled` the same arithmetic through torch.compile. `QAT_KERNELS`, or
-`with qat.kernels.use(...)`, chooses. `reference` runs wherever another cannot: while torch traces or compiles (its own
-compiler then fuses the arithmetic with its neighbours), under functorch, on fake, empty or strided tensors.
+`with qat.kernels.use(...)`, chooses one; by default, `auto`, large tensors on a CPU go to `compiled` and all others to
+`reference`. `reference` runs wherever another cannot: while torch traces or compiles (its own compiler then fuses the
+arithmetic with its neighbours), under functorch, on fake, empty or strided tensors.
 """
 
 from __future__ import annotations
@@ -63,15 +64,19 @@ __all__ = [
     "slope",
     "ste_grad",
     "use",
+    "warm_up",
 ]
 
-MODES = ("reference", "compiled")
+MODES = ("auto", "reference", "compiled")
+SMALL = 4096
+"""Elements below which `auto` takes the reference: a compiled call gains nothing there, and need not be compiled."""
+
 _mode: str | None = None
 
 
 def mode() -> str:
-    """The implementation in use: of `use`, else of `QAT_KERNELS`, else `reference`."""
-    return _mode or checked(os.environ.get("QAT_KERNELS", "reference"))
+    """The choice in force: of `use`, else of `QAT_KERNELS`, else `auto`."""
+    return _mode or checked(os.environ.get("QAT_KERNELS", "auto"))
 
 
 def checked(name: str) -> str:
@@ -110,10 +115,20 @@ def use(name: str) -> Iterator[None]:
         _mode = before
 
 
+def warm_up(device: torch.device) -> None:
+    """Compile now, or load from the disk cache, what a float32 model will call on a device, not in its first step."""
+    if mode() == "compiled" or (mode() == "auto" and device.type == "cpu"):
+        from qat.kernels import compiled
+
+        compiled.warm_up(device)
+
+
 def implementation(x: Tensor, axis: int | None) -> Any:
     """The module whose kernels take x here and now."""
+    choice = mode()
     if (
-        mode() == "reference"
+        choice == "reference"
+        or (choice == "auto" and (x.numel() < SMALL or x.device.type != "cpu"))
         or torch.compiler.is_compiling()
         or type(x) not in (Tensor, nn.Parameter)  # fake tensors and other subclasses
         or torch._C._functorch.peek_interpreter_stack() is not None

@@ -8,6 +8,7 @@ they lie in memory, and ranges come as tensors, so that no number is baked in. t
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "relu_mask",
     "ste_grad",
     "supported",
+    "warm_up",
 ]
 
 
@@ -114,8 +116,17 @@ def build(function: Callable[..., Any], kinds: tuple[tuple[torch.dtype, int, tor
     examples = [torch.ones(shapes[ndim], dtype=dtype, device=device) for dtype, ndim, device in kinds]
     graph = make_fx(function, tracing_mode="symbolic")(*examples)
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    with torch._functorch.config.patch(enable_autograd_cache=False):  # it cannot hash such a graph; kernels are cached
-        kernel: Any = compile_fx(graph, inputs)
+    try:
+        with torch._functorch.config.patch(enable_autograd_cache=False):  # cannot hash such a graph; kernels are cached
+            kernel: Any = compile_fx(graph, inputs)
+    except Exception as error:  # a compiler that is there may still fail in a dozen ways; the arithmetic is the same
+        reason = str(error).strip().split("\n")[0][:200]
+        warnings.warn(
+            f"the C++ compiler cannot build kernels ({type(error).__name__}: {reason}): using the slower reference ones; "
+            "QAT_KERNELS=reference says so from the start",
+            stacklevel=2,
+        )
+        return function
     return kernel
 
 
@@ -266,3 +277,21 @@ def encode_weight(w: Tensor, scale: Tensor, qmin: Bound, qmax: Bound) -> tuple[T
     """See `reference.encode_weight`."""
     codes, poisoned = call(reference.encode_weight, flat(w, 0), flat_scale(scale, 0), bound(qmin, w), bound(qmax, w))
     return like(codes, w), poisoned
+
+
+def warm_up(device: torch.device) -> None:
+    """Build what LSQ on float32 calls on a device: activations per tensor, weights per channel, in both forwards."""
+    x, scale, scales = torch.ones(64, 64, device=device), torch.ones(1, device=device), torch.ones(64, device=device)
+    fake_quantize(x, scale, 0, 15, None)
+    _, residue = fake_quantize(x, scale, 0, 15, None, lean=True)
+    assert residue is not None
+    lsq_grad(x, residue, scale, 0, 15, None, (True, True))
+    codes, _, _ = encode_bytes(x, scale, 0, 15, 0)
+    encode_bytes(x, scale, 0, 15, 0, lean=True, relu=True)
+    decode_bytes(codes, scale, 0)
+    fake_quantize(x, scales, -7, 7, 0)
+    lsq_grad_exact(x, x, scales, -7, 7, 0, (True, True))
+    encode_weight(x, scales, -7, 7)
+    for limit in (None, 6.0):
+        _, mask = relu_mask(x, limit)
+        relu_grad(x, mask)
