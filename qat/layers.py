@@ -64,12 +64,12 @@ class QuantLayer(nn.Module):
         q, w = self.input_quantizer, self.weight_quantizer
         return (
             self.forward_mode == "integer"
+            and not torch.compiler.is_compiling()  # first, and tracing: no question to x may enter the graph
+            and not torch.jit.is_tracing()
+            and type(x) in (Tensor, nn.Parameter)
             and x.device.type == "cpu"
             and x.dtype == self.weight.dtype == torch.float32
             and x.numel() > 0
-            and type(x) in (Tensor, nn.Parameter)
-            and not torch.compiler.is_compiling()
-            and not torch.jit.is_tracing()
             and not torch.is_autocast_enabled("cpu")
             and isinstance(q, Quantizer)
             and isinstance(w, Quantizer)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import qat
 from qat import kernels
 from qat.functional import lsq, ste
 from qat.kernels import compiled, reference
@@ -51,6 +52,26 @@ def test_same_bits_and_gradients(layout: str, axis: int | None) -> None:
         assert torch.equal(a, b)
         assert a_scale.shape == scale.shape
         torch.testing.assert_close(a_scale, b_scale, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_spare_gradient_lends_its_memory_and_nothing_else(layout: str, axis: int | None) -> None:
+    x = data(layout).nan_to_num_(0.5, 3.0, -3.0)
+    scale = torch.tensor([0.1]) if axis is None else torch.linspace(0.05, 0.3, 6)
+    _, residue = reference.fake_quantize(x, scale, -7, 7, axis, True)
+    for kernel, of in ((compiled.lsq_grad, residue), (compiled.lsq_grad_exact, x)):
+        for same in (True, False):
+            g = torch.randn_like(x) if same else torch.randn(x.shape)
+            kept = g.clone()
+            expected = kernel(g, of, scale, -7, 7, axis, (True, True))
+            assert torch.equal(g, kept)
+            got = kernel(g, of, scale, -7, 7, axis, (True, True), spare=True)
+            assert torch.equal(got[0], expected[0])
+            assert torch.equal(got[1], expected[1])
+            assert got[0].stride() == x.stride()
+            if g.stride() == x.stride():
+                assert got[0].data_ptr() == g.data_ptr()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -116,7 +137,10 @@ def test_reference_where_compiled_cannot(case: str) -> None:
 
 
 def test_unknown_name_is_an_error() -> None:
-    with pytest.raises(kernels.QatError, match="QAT_KERNELS must be one of auto, reference, compiled"), kernels.use("fast"):
+    with (
+        pytest.raises(kernels.QatError, match="QAT_KERNELS must be one of auto, reference, compiled"),
+        kernels.use("fast"),
+    ):
         pass
 
 
@@ -130,3 +154,51 @@ def test_relu(limit: float | None) -> None:
         assert a.stride() == b.stride()
     g = torch.randn_like(x)
     assert torch.equal(compiled.relu_grad(g, got[1]), reference.relu_grad(g, got[1]))
+
+
+def test_auto_leaves_small_tensors_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QAT_KERNELS", raising=False)
+    assert kernels.mode() == "auto"
+    assert kernels.implementation(torch.ones(kernels.SMALL - 1), None) is reference
+    assert kernels.implementation(torch.ones(kernels.SMALL), None) is compiled
+    with kernels.use("reference"):
+        assert kernels.implementation(torch.ones(kernels.SMALL), None) is reference
+    with kernels.use("compiled"):
+        assert kernels.implementation(torch.ones(3), None) is compiled
+
+
+def test_warm_up_builds_what_a_training_step_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(288, 2))
+    model = qat.quantize(model, bits=4)
+    x = torch.randn(4, 3, 8, 8)
+    qat.calibrate(model, [x])
+    with kernels.use("compiled"):
+        kernels.warm_up(x.device)
+        monkeypatch.setattr(compiled, "compiled", lambda function, arguments: built(function, arguments, compiled))
+        model.train()(x).sum().backward()
+        model.eval()(x)
+
+
+def built(function, arguments, module):
+    """The kernel, if it is there already."""
+    before = module.build.cache_info().misses
+    kernel = module.build(function, tuple((a.dtype, a.ndim, a.device) for a in arguments))
+    assert module.build.cache_info().misses == before, function.__name__
+    return kernel
+
+
+def test_a_compiler_that_fails_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Python.h: No such file or directory\nand more")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)
+    compiled.build.cache_clear()
+    x, scale = torch.randn(30, 40), torch.tensor([0.1])
+    try:
+        with kernels.use("compiled"):
+            with pytest.warns(UserWarning, match="cannot build kernels .*Python.h: No such file"):
+                y = ste(x, scale, -8, 7)
+            assert torch.equal(ste(x, scale, -8, 7), y)  # a second warning would be an error
+        assert torch.equal(y, reference.fake_quantize(x, scale, -8, 7, None)[0])
+    finally:
+        compiled.build.cache_clear()

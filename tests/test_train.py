@@ -146,7 +146,9 @@ def metrics(folder: Path) -> dict[str, Any]:
 
 def history(folder: Path) -> list[dict[str, str]]:
     text = (folder / "metrics.csv").read_text() if (folder / "metrics.csv").exists() else ""
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(text.splitlines())]
+    return [
+        {k: v for k, v in row.items() if k not in ("seconds", "waiting")} for row in csv.DictReader(text.splitlines())
+    ]
 
 
 # --- one run, looked at from all sides --------------------------------------------------------------------------------
@@ -182,8 +184,8 @@ def test_what_it_prints(finished: Outcome):
         r"bits      w4a4; quantized: Conv2d 26/26",
         r"device    cpu, precision 32-true",
         r"folder    /.+/outputs/squeezenet1_1/w4a4/[0-9_-]+",
-        r"float     epoch   1/1  loss \d+\.\d+  train +\d+\.\d %  val +\d+\.\d %  \d+\.\d+ s",
-        r"quantized epoch   1/1  loss \d+\.\d+  train +\d+\.\d %  val +\d+\.\d %  \d+\.\d+ s",
+        r"float     epoch   1/1  loss \d+\.\d+  train +\d+\.\d %  val +\d+\.\d %  \d+\.\d+ s, \d+% waiting for data",
+        r"quantized epoch   1/1  loss \d+\.\d+  train +\d+\.\d %  val +\d+\.\d %  \d+\.\d+ s, \d+% waiting for data",
         r"",
         r"squeezenet1_1 on synthetic +accuracy   size",
         r"  float +\d+\.\d\d %   2\.90 MB",

@@ -49,8 +49,9 @@ class IntegerConv2d(QatFunction):
         relu: whether x is what enters a ReLU, in whose place the quantizer stands (qmin is 0).
 
     Returns:
-        y: float32 (N, O, H', W'), in memory as `conv2d` returns it; the codes of x, uint8, shifted by 128 if signed; the residue, int8.
-        The last two have no gradient. NaN anywhere in x makes all of y NaN, for integers cannot carry it through.
+        y: float32 (N, O, H', W'), in memory as `conv2d` returns it; the codes of x, uint8, shifted by 128 if signed;
+        the residue, int8. The last two have no gradient. NaN anywhere in x makes all of y NaN, for integers cannot
+        carry it through.
     """
 
     @staticmethod
@@ -76,7 +77,9 @@ class IntegerConv2d(QatFunction):
         ws = torch.where(weight_poisoned, float("nan"), ws)
         step = float("nan") if poisoned.item() else s.item()
         y = integer.convolve(codes, step, signed, weight_codes, ws, bias, *geometry)
-        return y if last else y.contiguous(), codes, residue
+        if not last:
+            y = torch.empty(y.shape).copy_(y)  # not contiguous(), which leaves strides of sizes of 1 as they are
+        return y, codes, residue
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor | None]) -> None:
@@ -113,12 +116,12 @@ class IntegerConv2d(QatFunction):
         )
         grad_scale = grad_weight_scale = None
         if needs[0]:
-            grad_x, grad_scale = kernels.lsq_grad(grad_x, residue, s, grid.qmin, grid.qmax, None, x_needs)
+            grad_x, grad_scale = kernels.lsq_grad(grad_x, residue, s, grid.qmin, grid.qmax, None, x_needs, spare=True)
             if grad_scale is not None:
                 grad_scale = kernels.positive_grad(grad_scale * grid.gain, scale)
         if needs[1]:
             grad_w, grad_weight_scale = kernels.lsq_grad_exact(
-                grad_w, weight, ws, weight_grid.qmin, weight_grid.qmax, 0, w_needs
+                grad_w, weight, ws, weight_grid.qmin, weight_grid.qmax, 0, w_needs, spare=True
             )
             if grad_weight_scale is not None:
                 grad_weight_scale = kernels.positive_grad(grad_weight_scale * weight_grid.gain, weight_scale)

@@ -125,14 +125,13 @@ def warm_up(device: torch.device) -> None:
 
 def implementation(x: Tensor, axis: int | None) -> Any:
     """The module whose kernels take x here and now."""
-    choice = mode()
     if (
-        choice == "reference"
-        or (choice == "auto" and (x.numel() < SMALL or x.device.type != "cpu"))
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()  # first: nothing below should be traced
         or type(x) not in (Tensor, nn.Parameter)  # fake tensors and other subclasses
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.jit.is_tracing()
+        or (choice := mode()) == "reference"
+        or (choice == "auto" and (x.numel() < SMALL or x.device.type != "cpu"))
         or x.device.type not in ("cpu", "cuda")
     ):
         return reference
@@ -146,14 +145,18 @@ def fake_quantize(x: Tensor, scale: Tensor, qmin: Any, qmax: Any, axis: int | No
     return implementation(x, axis).fake_quantize(x, scale, qmin, qmax, axis, lean)
 
 
-def lsq_grad(g: Tensor, residue: Tensor, scale: Tensor, qmin: Any, qmax: Any, axis: int | None, needs: Any) -> Any:
+def lsq_grad(
+    g: Tensor, residue: Tensor, scale: Tensor, qmin: Any, qmax: Any, axis: int | None, needs: Any, spare: bool = False
+) -> Any:
     """See `reference.lsq_grad`."""
-    return implementation(residue, axis).lsq_grad(g, residue, scale, qmin, qmax, axis, needs)
+    return implementation(residue, axis).lsq_grad(g, residue, scale, qmin, qmax, axis, needs, spare)
 
 
-def lsq_grad_exact(g: Tensor, x: Tensor, scale: Tensor, qmin: Any, qmax: Any, axis: int | None, needs: Any) -> Any:
+def lsq_grad_exact(
+    g: Tensor, x: Tensor, scale: Tensor, qmin: Any, qmax: Any, axis: int | None, needs: Any, spare: bool = False
+) -> Any:
     """See `reference.lsq_grad_exact`."""
-    return implementation(x, axis).lsq_grad_exact(g, x, scale, qmin, qmax, axis, needs)
+    return implementation(x, axis).lsq_grad_exact(g, x, scale, qmin, qmax, axis, needs, spare)
 
 
 def ste_grad(g: Tensor, residue: Tensor) -> Tensor:

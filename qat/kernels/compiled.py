@@ -122,8 +122,8 @@ def build(function: Callable[..., Any], kinds: tuple[tuple[torch.dtype, int, tor
     except Exception as error:  # a compiler that is there may still fail in a dozen ways; the arithmetic is the same
         reason = str(error).strip().split("\n")[0][:200]
         warnings.warn(
-            f"the C++ compiler cannot build kernels ({type(error).__name__}: {reason}): using the slower reference ones; "
-            "QAT_KERNELS=reference says so from the start",
+            f"the C++ compiler cannot build kernels ({type(error).__name__}: {reason}): using the slower reference "
+            "ones; QAT_KERNELS=reference asks for them from the start",
             stacklevel=2,
         )
         return function
@@ -174,6 +174,20 @@ def both_grads_exact(g: Tensor, x: Tensor, scale: Tensor, qmin: Tensor, qmax: Te
     return grad_x.to(g.dtype), grad_scale
 
 
+def both_grads_into(g: Tensor, residue: Tensor, scale: Tensor, qmin: Tensor, qmax: Tensor) -> Any:
+    """Backward from the residue; that of x overwrites g, which the caches still hold."""
+    grad_x, grad_scale = both_grads(g, residue, scale, qmin, qmax)
+    g.copy_(grad_x)
+    return grad_scale
+
+
+def both_grads_exact_into(g: Tensor, x: Tensor, scale: Tensor, qmin: Tensor, qmax: Tensor) -> Any:
+    """Backward from x; that of x overwrites g."""
+    grad_x, grad_scale = both_grads_exact(g, x, scale, qmin, qmax)
+    g.copy_(grad_x)
+    return grad_scale
+
+
 def bytes_and_residue(x: Tensor, scale: Tensor, qmin: Tensor, qmax: Tensor, shift: Tensor, relu: Tensor) -> Any:
     """Forward of an integer layer in training."""
     return reference.encode_bytes(x, scale, qmin, qmax, shift, lean=True, relu=relu)
@@ -210,25 +224,45 @@ def fake_quantize(
 
 
 def lsq_grad(
-    g: Tensor, residue: Tensor, scale: Tensor, qmin: Bound, qmax: Bound, axis: int | None, needs: tuple[bool, bool]
+    g: Tensor,
+    residue: Tensor,
+    scale: Tensor,
+    qmin: Bound,
+    qmax: Bound,
+    axis: int | None,
+    needs: tuple[bool, bool],
+    spare: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """See `reference.lsq_grad`."""
     flat_g, flat_residue = flat(aligned(g, residue), axis), flat(residue, axis)
     if not needs[1]:
         return like(call(reference.ste_grad, flat_g, flat_residue), residue), None
-    ends = bound(qmin, g), bound(qmax, g)
-    grad_x, grad_scale = call(both_grads, flat_g, flat_residue, flat_scale(scale, axis), *ends)
+    grads = both_grads_into if spare else both_grads
+    grad_x, grad_scale = two(grads, flat_g, flat_residue, flat_scale(scale, axis), bound(qmin, g), bound(qmax, g))
     return like(grad_x, residue) if needs[0] else None, grad_scale.reshape(scale.shape)
 
 
 def lsq_grad_exact(
-    g: Tensor, x: Tensor, scale: Tensor, qmin: Bound, qmax: Bound, axis: int | None, needs: tuple[bool, bool]
+    g: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    qmin: Bound,
+    qmax: Bound,
+    axis: int | None,
+    needs: tuple[bool, bool],
+    spare: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """See `reference.lsq_grad_exact`."""
-    ends = bound(qmin, g), bound(qmax, g)
-    arguments = flat(aligned(g, x), axis), flat(x, axis), flat_scale(scale, axis), *ends
-    grad_x, grad_scale = call(both_grads_exact, *arguments)
+    flat_g, flat_x = flat(aligned(g, x), axis), flat(x, axis)
+    grads = both_grads_exact_into if spare else both_grads_exact
+    grad_x, grad_scale = two(grads, flat_g, flat_x, flat_scale(scale, axis), bound(qmin, g), bound(qmax, g))
     return like(grad_x, x) if needs[0] else None, grad_scale.reshape(scale.shape) if needs[1] else None
+
+
+def two(grads: Callable[..., Any], g: Tensor, *arguments: Tensor) -> Any:
+    """Both gradients, also of a kernel that writes the first over g."""
+    result = call(grads, g, *arguments)
+    return (g, result) if isinstance(result, Tensor) else result
 
 
 def ste_grad(g: Tensor, residue: Tensor) -> Tensor:
@@ -286,11 +320,13 @@ def warm_up(device: torch.device) -> None:
     _, residue = fake_quantize(x, scale, 0, 15, None, lean=True)
     assert residue is not None
     lsq_grad(x, residue, scale, 0, 15, None, (True, True))
+    lsq_grad(x.clone(), residue, scale, 0, 15, None, (True, True), spare=True)
     codes, _, _ = encode_bytes(x, scale, 0, 15, 0)
     encode_bytes(x, scale, 0, 15, 0, lean=True, relu=True)
     decode_bytes(codes, scale, 0)
     fake_quantize(x, scales, -7, 7, 0)
     lsq_grad_exact(x, x, scales, -7, 7, 0, (True, True))
+    lsq_grad_exact(x.clone(), x, scales, -7, 7, 0, (True, True), spare=True)
     encode_weight(x, scales, -7, 7)
     for limit in (None, 6.0):
         _, mask = relu_mask(x, limit)

@@ -151,9 +151,16 @@ def ste_grad(g: Tensor, residue: Tensor) -> Tensor:
 
 
 def lsq_grad(
-    g: Tensor, residue: Tensor, scale: Tensor, qmin: Bound, qmax: Bound, axis: int | None, needs: tuple[bool, bool]
+    g: Tensor,
+    residue: Tensor,
+    scale: Tensor,
+    qmin: Bound,
+    qmax: Bound,
+    axis: int | None,
+    needs: tuple[bool, bool],
+    spare: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of (x, scale) from the residue, those that are needed.
+    """Gradients of (x, scale) from the residue, those that are needed. With `spare`, g may be overwritten by the first.
 
     The first is exact. The second (see `lsq_grad_exact`) is off by at most |g| / 504 per element, without bias.
     """
@@ -171,9 +178,18 @@ def slope(residue: Tensor, qmin: Bound, qmax: Bound, steps: float = STEPS) -> Te
 
 
 def lsq_grad_exact(
-    g: Tensor, x: Tensor, scale: Tensor, qmin: Bound, qmax: Bound, axis: int | None, needs: tuple[bool, bool]
+    g: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    qmin: Bound,
+    qmax: Bound,
+    axis: int | None,
+    needs: tuple[bool, bool],
+    spare: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of (x, scale) from x itself, for tensors that stay alive anyway (weights); those that are needed.
+
+    With `spare`, g may be overwritten by the first.
 
     With v = x / scale (LSQ eqs. 2 and 3, the ends of the range counted as inside):
         d values / d x      1 inside, 0 outside

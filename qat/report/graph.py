@@ -25,6 +25,7 @@ FORMATS = ("svg", "png", "pdf", "dot")
 def draw_layer(name: str, layer: str, config: QuantConfig | None = None) -> Any:
     """Draw what the backward of one quantized layer of a torchvision model goes through, and what it keeps.
 
+    Drawn is the float path, where each tensor has a Function of its own; on integers all of them are one.
     The model is built without memory, for the shape of the layer's input; the layer alone is real, with random weights.
 
     Args:
@@ -50,7 +51,7 @@ def draw_layer(name: str, layer: str, config: QuantConfig | None = None) -> Any:
     shape = input_shape(model, layer)
     real = model.get_submodule(layer).to_empty(device="cpu")
     real.reset_parameters()  # type: ignore[operator]
-    quantized = apply_plan(real, Plan([replace(entry, name="")])).train()
+    quantized = apply_plan(real, Plan([replace(entry, name="", forward="fake")])).train()
     x = torch.randn(shape)
     if layer != next(e.name for e in todo.quantized):  # not the image: as after a ReLU, with layers before it
         x = x.relu_().requires_grad_()
