@@ -179,7 +179,7 @@ class QuantConfig:
     first_last_bits: Any = 8  # never fewer bits than asked for elsewhere; null: no exception
     rules: list[Rule] = field(default_factory=list)
     placement: str = "layer"
-    forward: str = "auto"  # convolve codes where this machine does so exactly (CPU), else values; fake: values
+    forward: str = "auto"  # convolve codes where this machine does so exactly (CPU); integer: linear too; fake: values
     learn_input_scale: bool = False  # the image's scale: learning it needs the image's gradient, 7-9 % of a step
 
     def check(self) -> QuantConfig:

@@ -107,7 +107,7 @@ def pair(bits: int = 4) -> tuple[nn.Module, nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     model, x = net(), torch.randn(8, 3, 12, 12)
     models = []
-    for forward in ("auto", "fake"):
+    for forward in ("integer", "fake"):
         twin = qat.quantize(copy.deepcopy(model), qat.QuantConfig(bits=bits, forward=forward))
         qat.calibrate(twin, [x])
         models.append(twin)
@@ -115,8 +115,9 @@ def pair(bits: int = 4) -> tuple[nn.Module, nn.Module, torch.Tensor]:
 
 
 def test_plan_says_which_layers_run_on_integers() -> None:
-    planned = {e.name: e.forward for e in qat.plan(net(), qat.QuantConfig(forward="auto")).quantized}
-    assert planned == {"0": "integer", "2": "fake", "4": "fake", "6": "integer", "9": "integer"}
+    for forward, linear in (("integer", "integer"), ("auto", "fake")):  # linear layers gain nothing
+        planned = {e.name: e.forward for e in qat.plan(net(), qat.QuantConfig(forward=forward)).quantized}
+        assert planned == {"0": "integer", "2": "fake", "4": "fake", "6": "integer", "9": linear}
     assert {e.forward for e in qat.plan(net(), qat.QuantConfig(forward="fake")).quantized} == {"fake"}
 
 
@@ -195,7 +196,7 @@ def test_choice_travels_in_the_checkpoint(tmp_path) -> None:
 @pytest.mark.parametrize("shape", [(128,), (5, 128), (2, 3, 128)])
 def test_linear_takes_any_leading_dimensions(shape: tuple[int, ...]) -> None:
     layers = []
-    for forward in ("auto", "fake"):
+    for forward in ("integer", "fake"):
         torch.manual_seed(1)
         layer = qat.quantize(nn.Linear(128, 10), qat.QuantConfig(bits=8, forward=forward))
         qat.calibrate(layer, [torch.randn(64, 128)])
